@@ -14,7 +14,13 @@ _HOMES = {
     "dry_run": "plan.dry_run",
     "speed_up_cpu": "upstream.cpu_speed",
 }
-_SUBPACKAGES = ("clip_bounds", "evaluation", "experimental", "report", "tasks")  # public: `import bapo_trl` is enough for them
+_SUBPACKAGES = (
+    "clip_bounds",
+    "evaluation",
+    "experimental",
+    "report",
+    "tasks",
+)  # public: `import bapo_trl` is enough for them
 
 
 def __getattr__(name: str):

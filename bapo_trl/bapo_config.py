@@ -167,7 +167,7 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         Raises:
             ValueError: If a value conflicts with BAPO, e.g. an `epsilon` other than TRL's default.
         """
-        config = cls.__new__(cls)  # `args` went through `__post_init__` already: a second pass would refuse it
+        config = cls.__new__(cls)  # `args` went through `__post_init__` already: a second pass would reject it
         config.__dict__.update(vars(args))
         trl_defaults = {f.name: f.default for f in fields(GRPOConfig)}
         for f in fields(cls):
@@ -205,7 +205,7 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
 
     @property
     def uses_replay(self) -> bool:
-        """Whether there is a replay queue."""
+        """Whether there is a replay buffer."""
         return self.replay_fraction > 0 or self.replay_zero_advantage
 
     @property
@@ -233,7 +233,7 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
 
     @property
     def uses_partial_rollouts(self) -> bool:
-        """Whether unfinished completions are parked and continued by a later policy."""
+        """Whether unfinished completions are paused and continued by a later policy."""
         return self.partial_rollout_oversampling > 1
 
     @property
@@ -249,8 +249,8 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
     @property
     def groups_carried_over(self) -> int:
         """Number of groups that stay in flight on each rank when a generation ends."""
-        held = round((self.partial_rollout_oversampling - 1) * self.groups_per_generation)
-        return min(held, self.groups_per_generation - 1)
+        carried_over = round((self.partial_rollout_oversampling - 1) * self.groups_per_generation)
+        return min(carried_over, self.groups_per_generation - 1)
 
     @property
     def updates_per_generation(self) -> int:
@@ -301,7 +301,7 @@ def own_settings(config: BAPOConfig) -> dict[str, Any]:
 
 
 def check_unchanged(config: BAPOConfig, settings: dict[str, Any]) -> None:
-    """Refuse a change of settings since a run began, which reads each of them once; name what has changed."""
+    """Reject a change of settings since a run began, which reads each of them once; name what has changed."""
     for name, value in own_settings(config).items():
         if value != settings[name]:
             raise InputError(

@@ -94,11 +94,11 @@ def requirements(setup_cfg: str | None = None) -> dict[str, Requirement]:
     return {normal_name(requirement.name): requirement for requirement in found}
 
 
-def complaints(setup_cfg: str, rows: Sequence[dict], refused: Iterable[str]) -> list[str]:
+def complaints(setup_cfg: str, rows: Sequence[dict], rejected: Iterable[str]) -> list[str]:
     """
     Return where the ranges of `setup.cfg` and the versions tested differ; empty if the ranges claim what was tested.
 
-    A range begins at the oldest version of a corner without failures. It has no end and no gap, unless `refused` has
+    A range begins at the oldest version of a corner without failures. It has no end and no gap, unless `rejected` has
     a reason for it. Each Python that is named was tested.
 
     Args:
@@ -106,7 +106,7 @@ def complaints(setup_cfg: str, rows: Sequence[dict], refused: Iterable[str]) -> 
             Text of `setup.cfg`.
         rows (sequence of `dict`):
             Results of the corners.
-        refused (iterable of `str`):
+        rejected (iterable of `str`):
             Bounds with a reason, such as `"trl!=1.15.*"`.
     """
     passed = [row for row in rows if not row["failed"]]
@@ -119,8 +119,8 @@ def complaints(setup_cfg: str, rows: Sequence[dict], refused: Iterable[str]) -> 
             found.append(f"{requirement}: the oldest version tested is {tested[0]}")
         found += [f"{requirement}: {version} is tested" for version in tested if version not in requirement.specifier]
         bounds |= {f"{name}{bound}" for bound in requirement.specifier if bound.operator != ">="}
-    found += [f"{bound}: no reason in compat/corners.cfg" for bound in sorted(bounds - set(refused))]
-    found += [f"{bound}: in compat/corners.cfg, not in setup.cfg" for bound in sorted(set(refused) - bounds)]
+    found += [f"{bound}: no reason in compat/corners.cfg" for bound in sorted(bounds - set(rejected))]
+    found += [f"{bound}: in compat/corners.cfg, not in setup.cfg" for bound in sorted(set(rejected) - bounds)]
 
     parser = configparser.ConfigParser()
     parser.read_string(setup_cfg)
@@ -170,7 +170,7 @@ def versions_page() -> str:
         f"bapo_trl runs on Python {pythons}. `constraints.txt` is one set of exact versions that passes the tests.",
         _table(ranges),
         "Each range starts at the oldest version that the tests pass with, and has no end. Excluded versions:",
-        "\n".join(f"- `{bound}`: {reason}." for bound, reason in corners.refused().items()),
+        "\n".join(f"- `{bound}`: {reason}." for bound, reason in corners.rejected().items()),
         "With a TRL release that lacks private names that bapo_trl uses, the import raises an error with these names. "
         "[Tested versions](corners.md) has the combinations that were run.",
         "## Optional packages and features",

@@ -86,7 +86,7 @@ def _smaller(encoded: str) -> str:
 
 def check_storable(notebook) -> None:
     """
-    Refuse outputs that hold a path of a machine or a timing, and a notebook that is too large.
+    Reject outputs that hold a path of a machine or a timing, and a notebook that is too large.
 
     Raises:
         ValueError: With the cell.

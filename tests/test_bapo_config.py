@@ -1,4 +1,4 @@
-"""Every knob's range and the combinations that are refused."""
+"""Every knob's range and the combinations that are rejected."""
 
 import math
 
@@ -68,7 +68,7 @@ def config(**args) -> BAPOConfig:
         ),
     ],
 )
-def test_bad_settings_are_refused_with_field_value_and_fix(args, message):
+def test_bad_settings_are_rejected_with_field_value_and_fix(args, message):
     with pytest.raises(ValueError, match=message):
         config(**args)
 

@@ -1,4 +1,4 @@
-"""The trainer through `train()`: which bounds it chooses, what it logs, what it refuses."""
+"""The trainer through `train()`: which bounds it chooses, what it logs, what it rejects."""
 
 import math
 from types import SimpleNamespace
@@ -265,7 +265,7 @@ def test_a_run_after_an_aborted_one_is_that_of_a_new_trainer(tmp_path):
     assert new.entropy_coef == again.entropy_coef > 0.1
 
 
-def test_a_setting_that_changes_during_a_run_is_refused_by_name(tmp_path):
+def test_a_setting_that_changes_during_a_run_is_rejected_by_name(tmp_path):
     class Change(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             args.positive_contribution_target = 0.8
@@ -445,7 +445,7 @@ def test_one_warning_says_which_setting_makes_data_off_policy(tmp_path, recwarn,
 
 
 @pytest.mark.parametrize(("num_processes", "num_prompts", "needed"), [(1, 7, 8), (2, 15, 16)])
-def test_too_few_prompts_for_one_generation_are_refused_before_the_model_loads(
+def test_too_few_prompts_for_one_generation_are_rejected_before_the_model_loads(
     tmp_path, monkeypatch, num_processes, num_prompts, needed
 ):
     """6 rows x 4 steps = 24 samples a generation of each process, 3 of each prompt: 8 prompts."""

@@ -289,7 +289,7 @@ def test_sums_are_double_precision_where_the_device_has_it():
         ({"weights": torch.ones(2)}, r"weights.*\(2,\).*\(B, T\)"),
     ],
 )
-def test_wrong_shapes_and_measures_are_refused(arguments, message):
+def test_wrong_shapes_and_measures_are_rejected(arguments, message):
     good = {"ratio": torch.ones(2, 4), "advantages": torch.ones(2), "weights": torch.ones(2, 4), "grid": BoundGrid()}
     with pytest.raises(ValueError, match=message):
         contributions(**{**good, **arguments})
@@ -304,7 +304,7 @@ def test_wrong_shapes_and_measures_are_refused(arguments, message):
         ({"negative_weight_min": 0.0}, r"negative_weight_min.*0.0.*\(0, 1\]"),
     ],
 )
-def test_a_search_on_foreign_curves_or_settings_is_refused(arguments, message):
+def test_a_search_on_foreign_curves_or_settings_is_rejected(arguments, message):
     curves = Contributions(torch.ones(3), torch.ones(3))
     with pytest.raises(ValueError, match=message):
         search_bounds(curves, **{"grid": SMALL_GRID, "target": 0.5, **arguments})

@@ -1,4 +1,4 @@
-"""`full_determinism`: nothing in the search is among what torch refuses to run deterministically on CUDA.
+"""`full_determinism`: nothing in the search is among what torch rejects to run deterministically on CUDA.
 
 Without a CUDA device, the operations of a training run are traced on the CPU and held against the list in torch's
 documentation of `use_deterministic_algorithms`.

@@ -40,7 +40,7 @@ def frozen_adapter(folder):
     return saved_adapter(folder, is_trainable=False)
 
 
-def is_refused(trainer, message: str) -> None:
+def is_rejected(trainer, message: str) -> None:
     """See that the run ends before its first generation, with the weights as they were."""
     weights = weights_of(trainer.model)
     with pytest.raises(ValueError, match=message):
@@ -51,7 +51,7 @@ def is_refused(trainer, message: str) -> None:
 def test_a_merged_adapter_raises_an_error(saved, tmp_path):
     model = saved_adapter(saved)
     model.merge_adapter()
-    is_refused(toy_trainer(tmp_path, model=model), "all 14 parameters .* `PeftModel.unmerge_adapter`")
+    is_rejected(toy_trainer(tmp_path, model=model), "all 14 parameters .* `PeftModel.unmerge_adapter`")
     model.unmerge_adapter()
     toy_trainer(tmp_path, model=model, reward_funcs=[lambda completions, **_: [1.0] * len(completions)]).train()
 
@@ -74,15 +74,15 @@ def no_reward(completions, **kwargs):
 def test_a_run_that_trains_nothing_raises_an_error(saved, tmp_path, make, beta, checkpointing, num_parameters, fix):
     settings = {"beta": beta, "gradient_checkpointing": checkpointing, "reward_funcs": no_reward}
     trainer = toy_trainer(tmp_path, make(saved), **settings)
-    is_refused(trainer, rf"none of the model's {num_parameters} parameters .*{fix}")
+    is_rejected(trainer, rf"none of the model's {num_parameters} parameters .*{fix}")
 
 
-def test_a_frozen_adapter_stays_frozen_in_an_evaluation_and_is_refused_afterwards(saved, tmp_path):
+def test_a_frozen_adapter_stays_frozen_in_an_evaluation_and_is_rejected_afterwards(saved, tmp_path):
     data = {"eval_dataset": toy_dataset(4)}
     trainer = toy_trainer(tmp_path, frozen_adapter(saved), beta=0.1, per_device_eval_batch_size=6, trainer_args=data)
     assert "eval_reward" in trainer.evaluate()
     trainer.reward_funcs = [no_reward]
-    is_refused(trainer, "none of the model's 43 parameters")
+    is_rejected(trainer, "none of the model's 43 parameters")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_optimizer_without_a_trained_parameter_raises_an_error(saved, tmp_pat
     parts = {"optimizers": (SGD(others(model, saved), lr=0.1), None), "peft_config": peft_config}
     num_trained = 14 if peft_config or not model.lm_head.weight.requires_grad else 15
     trainer = toy_trainer(tmp_path, model, reward_funcs=no_reward, trainer_args=parts)
-    is_refused(trainer, f"the optimizer has none of the model's {num_trained} parameters .*`optimizers`")
+    is_rejected(trainer, f"the optimizer has none of the model's {num_trained} parameters .*`optimizers`")
 
 
 def test_an_optimizer_of_a_part_of_the_parameters_trains_these(saved, tmp_path):

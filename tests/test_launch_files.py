@@ -29,7 +29,7 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_parses_and_trains_off_policy_if_it_trains(recipe):
-    # Without a GPU, bf16 is refused: that is for the machine to say, not for the recipe.
+    # Without a GPU, bf16 is rejected: that is for the machine to say, not for the recipe.
     flags = [] if torch.cuda.is_available() else ["--use_cpu", "true", "--bf16", "false"]
     script_args, training_args, model_args, _ = parse_arguments(["--config", str(recipe), *flags])
     if training_args.use_vllm:  # its stale samples stay usable

@@ -71,7 +71,7 @@ def test_a_checkpoint_without_the_reference_model_gives_a_warning(synced, tmp_pa
         toy_run(tmp_path, str(folder / "model"), resume=True, **{**SYNCED, "max_steps": 3})
 
 
-def test_the_reference_model_of_another_model_is_refused(synced, tmp_path):
+def test_the_reference_model_of_another_model_is_rejected(synced, tmp_path):
     folder, _ = synced
     checkpoint = shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
     FILES.write(checkpoint / FOLDER, 0, 1, {"lm_head.weight": torch.zeros(3, 4)})

@@ -145,7 +145,7 @@ CHANGED = "is damaged .its checksum does not match"
     ],
     ids=["another type or value", "of another rank", "format", "removed"],
 )
-def test_damaged_foreign_and_missing_files_are_refused_by_name(tmp_path, kind, damaged, message, num_ranks):
+def test_damaged_foreign_and_missing_files_are_rejected_by_name(tmp_path, kind, damaged, message, num_ranks):
     save_ranks(kind, tmp_path, [5, 2])
     other, path = (tmp_path / f"{kind}_0000{rank}_of_00002.safetensors" for rank in range(2))
     content = damaged(kind, path.read_bytes(), other.read_bytes())
@@ -158,7 +158,7 @@ def test_damaged_foreign_and_missing_files_are_refused_by_name(tmp_path, kind, d
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_files_of_two_runs_are_refused(tmp_path, kind):
+def test_files_of_two_runs_are_rejected(tmp_path, kind):
     save_ranks(kind, tmp_path, [2])
     save_ranks(kind, tmp_path, [2, 2])
     with pytest.raises(ValueError, match=rf"{kind.replace('_', ' ')}s of runs with \[1, 2\] processes"):

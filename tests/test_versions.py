@@ -47,11 +47,11 @@ def test_every_corner_with_a_result_passed_with_the_versions_it_names(rows):
 def test_corners_name_three_minors_of_each_package():
     for name in corners.PACKAGES:
         named = minors(corners.pins(corner)[name] for corner in corners.names())
-        assert len(named) >= 2 + (name != "trl"), name  # the minor of TRL between the two is refused
+        assert len(named) >= 2 + (name != "trl"), name  # the minor of TRL between the two is rejected
 
 
 def test_ranges_are_those_that_were_tested(rows):
-    assert results.complaints(SETUP_CFG, rows, corners.refused()) == []
+    assert results.complaints(SETUP_CFG, rows, corners.rejected()) == []
 
 
 def test_the_versions_of_trl_claimed_at_import_are_those_that_were_tested(rows):
@@ -89,7 +89,7 @@ def test_each_feature_has_a_result_on_cpus_and_on_the_h100():
 )
 def test_a_range_that_nobody_tested_is_named(rows, right, wrong, complaints):
     assert SETUP_CFG.count(right) == 1
-    found = results.complaints(SETUP_CFG.replace(right, wrong), rows, corners.refused())
+    found = results.complaints(SETUP_CFG.replace(right, wrong), rows, corners.rejected())
     assert all(any(complaint in line for line in found) for complaint in complaints), found
 
 

@@ -145,7 +145,7 @@ def test_a_learning_rate_that_a_checkpoint_does_not_take_is_told_of(run):
     assert training_logs(trainer)[-1]["learning_rate"] == 2e-2
 
 
-def test_a_resumed_run_whose_epochs_are_over_by_larger_batches_alone_is_refused(tmp_path):
+def test_a_resumed_run_whose_epochs_are_over_by_larger_batches_alone_is_rejected(tmp_path):
     of_epochs = {**SAVING, "max_steps": -1, "num_train_epochs": 1, "replay_fraction": 0.0}
     whole = toy_run(tmp_path, **of_epochs)
     larger = {"per_device_train_batch_size": 24}
@@ -195,7 +195,7 @@ def test_true_without_a_complete_checkpoint_says_what_there_is(run, tmp_path):
         resume(run, True)
 
 
-def test_a_folder_that_is_not_complete_is_refused_with_what_is_missing(run):
+def test_a_folder_that_is_not_complete_is_rejected_with_what_is_missing(run):
     checkpoint = run / "checkpoint-6"
     with pytest.raises(ValueError, match="checkpoint-5 is not complete: there is no such folder"):
         resume(run, str(run / "checkpoint-5"))
@@ -221,9 +221,9 @@ def test_a_file_that_is_cut_off_is_found_without_a_manifest(tmp_path):
     cut_in_half(checkpoint / "model.safetensors")
     with pytest.raises(
         InputError, match=r"checkpoint-6 is not complete: model\.safetensors is not complete"
-    ) as refusal:
+    ) as rejection:
         resume(tmp_path, str(checkpoint))
-    assert MANIFEST not in str(refusal.value)  # which it has none of
+    assert MANIFEST not in str(rejection.value)  # which it has none of
     with pytest.warns(UserWarning, match="checkpoint-6 is not complete and was skipped: model.safetensors is not com"):
         assert resume(tmp_path, True) == 4
 
@@ -240,7 +240,7 @@ def test_parts_of_a_model_that_an_index_names_are_looked_for_without_a_manifest(
     assert find_defect(checkpoint) == f"{parts[0]} is not complete; {parts[1]} is missing"
 
 
-def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(run):
+def test_a_checkpoint_that_somebody_changed_is_rejected_by_what_is_wrong(run):
     (run / "checkpoint-6" / MANIFEST).write_text("{}")
     defect = f"{MANIFEST} does not list trainer_state.json"
     with pytest.raises(InputError, match=rf"checkpoint-6 is not complete: {defect}\. .*remove {MANIFEST} there"):
@@ -259,20 +259,20 @@ def test_to_go_on_from_the_model_alone_gives_a_warning(run, tmp_path):
 
 
 def test_a_folder_has_one_live_run(tmp_path):
-    """A second one is started in the middle of a save of the first, and refused."""
-    first, refused = toy_trainer(tmp_path, **{**SAVING, "max_steps": 2}), []
+    """A second one is started in the middle of a save of the first, and rejected."""
+    first, rejected = toy_trainer(tmp_path, **{**SAVING, "max_steps": 2}), []
     save_state = first._save_rng_state
 
     def saving(folder):
         second = toy_trainer(tmp_path, **SAVING)
         with pytest.raises(InputError, match=rf"`output_dir` is {tmp_path}, where another run is training"):
             second.train(True)
-        refused.append(second)
+        rejected.append(second)
         save_state(folder)
 
     first._save_rng_state = saving
     first.train()
-    assert len(refused) == 1
+    assert len(rejected) == 1
     assert names(tmp_path) == {"checkpoint-2"}
     assert find_defect(tmp_path / "checkpoint-2") is None
     del first._save_rng_state

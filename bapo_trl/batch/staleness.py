@@ -4,22 +4,22 @@ import math
 from typing import Any
 
 
-def oldest_age(args: Any) -> str:
+def max_staleness_in_words(args: Any) -> str:
     """Return the maximum staleness of a sample in training, and what carries samples over, in words for a table."""
-    age, held_by = _oldest(args)
-    return ("no limit" if age is None else f"{age} policy versions") + held_by
+    staleness, sources = _max_staleness(args)
+    return ("no limit" if staleness is None else f"{staleness} policy versions") + sources
 
 
 def staleness_line(args: Any) -> str:
     """Return the line that a run prints at its start: updates per generation and maximum staleness."""
-    age, held_by = _oldest(args)
+    staleness, sources = _max_staleness(args)
     updates = args.micro_batches_per_generation / args.gradient_accumulation_steps
-    kind = "On-policy" if age == 0 else "Off-policy"
-    limit = "no staleness limit" if age is None else f"max staleness {age}"
-    return f"{kind}: {updates:g} update{'s' * (updates != 1)} per generation ({limit}{held_by})."
+    kind = "On-policy" if staleness == 0 else "Off-policy"
+    limit = "no staleness limit" if staleness is None else f"max staleness {staleness}"
+    return f"{kind}: {updates:g} update{'s' * (updates != 1)} per generation ({limit}{sources})."
 
 
-def mean_age(args: Any) -> float:
+def mean_staleness(args: Any) -> float:
     """
     Return the mean staleness of fresh samples when they are trained on, in policy versions.
 
@@ -29,11 +29,11 @@ def mean_age(args: Any) -> float:
     generation, window = args.micro_batches_per_generation, args.gradient_accumulation_steps
     cycle = math.lcm(generation, window)
     lead = generation if args.overlap_generation else 0  # from the request to the first training
-    ages = [(place + lead) // window - place // generation * generation // window for place in range(cycle)]
-    return sum(ages) / cycle
+    stalenesses = [(place + lead) // window - place // generation * generation // window for place in range(cycle)]
+    return sum(stalenesses) / cycle
 
 
-def _oldest(args: Any) -> tuple[int | None, str]:
+def _max_staleness(args: Any) -> tuple[int | None, str]:
     """Return the maximum staleness, `None` for no limit, and what carries samples over to later generations."""
     limits = {}
     if args.uses_replay:
@@ -42,5 +42,5 @@ def _oldest(args: Any) -> tuple[int | None, str]:
         limits["partial rollouts"] = args.partial_rollout_max_staleness
     if not limits:
         return args.largest_staleness, ""
-    age = None if None in limits.values() else max(limits.values())
-    return age, f", with {' and '.join(limits)}"
+    staleness = None if None in limits.values() else max(limits.values())
+    return staleness, f", with {' and '.join(limits)}"

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerState
 
 from ..bapo_config import BAPOConfig
-from ..batch.staleness import mean_age, oldest_age
+from ..batch.staleness import max_staleness_in_words, mean_staleness
 from ..errors import InputError
 from ..evaluation.answers import gold_answers
 from ..inputs.advice import advice_line
@@ -99,10 +99,10 @@ def check_fit(config: Any, processing_class: Any, args: BAPOConfig, datasets: It
         return
     try:
         _check_window(datasets, processing_class, limits, args.chat_template_kwargs)
-    except InputError as refusal:
+    except InputError as rejection:
         if not has_rotary_positions(config):
             raise
-        warnings.warn(str(refusal), stacklevel=2)
+        warnings.warn(str(rejection), stacklevel=2)
 
 
 def _check_window(
@@ -189,7 +189,7 @@ class Counts:
     updates_per_generation: float  # not rounded
     generations_per_epoch: int | None  # `None` for a stream
     updates_per_epoch: float | None
-    refusal: str | None  # why no run with that many processes is possible
+    rejection: str | None  # why no run with that many processes is possible
 
 
 def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
@@ -208,7 +208,7 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
         updates_per_generation=updates,
         generations_per_epoch=generations,
         updates_per_epoch=None if generations is None else generations * updates,
-        refusal=too_few if generations == 0 else None,
+        rejection=too_few if generations == 0 else None,
     )
 
 
@@ -225,8 +225,8 @@ class DryRun:
     @property
     def problems(self) -> list[str]:
         """What the run would stop at, each in a sentence."""
-        refusals = [f"On {_processes(each)}, {each.refusal}." for each in self.counts[:1] if each.refusal]
-        return refusals + [
+        errors = [f"On {_processes(each)}, {each.rejection}." for each in self.counts[:1] if each.rejection]
+        return errors + [
             f'The reward function `{each.name}` {each.error} (given the first prompt and "{each.completion}").'
             for each in self.rewards
             if each.error
@@ -333,19 +333,19 @@ def _counts(run: DryRun) -> str:
         (name, "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
         for name, row in cells.items()
     ]
-    refused = [f"  Not possible on {each.processes}: {each.refusal}." for each in run.counts if each.refusal]
-    return "\n".join(["Sample counts by number of processes (* as launched)", aligned_rows(rows), *refused])
+    rejected = [f"  Not possible on {each.processes}: {each.rejection}." for each in run.counts if each.rejection]
+    return "\n".join(["Sample counts by number of processes (* as launched)", aligned_rows(rows), *rejected])
 
 
 def _staleness(run: DryRun) -> str:
     args, here = run.args, run.counts[0]
-    mean = f"{mean_age(args):g} policy versions"
+    mean = f"{mean_staleness(args):g} policy versions"
     if args.uses_replay or args.uses_partial_rollouts:
         mean += " for fresh samples; unknown for the others before the run"
     rows = [
         ("micro-batches per update", str(args.gradient_accumulation_steps)),
         ("updates per generation", f"{here.updates_per_generation:g}"),
-        ("max staleness", oldest_age(args)),
+        ("max staleness", max_staleness_in_words(args)),
         ("mean staleness", mean),
     ]
     where = _processes(here) if args.has_fixed_samples else "any number of processes"

@@ -72,7 +72,7 @@ class ReportCallback(TrainerCallback):
         if not args.push_to_hub or args.hub_strategy == HubStrategy.END:
             self._save_report(args, state, is_last=False)
 
-    # Before the upload, which reads the files while the training goes on
+    # Before the upload, which reads the files while training continues
     def on_push_begin(self, args, state, control, **kwargs):
         self._save_report(args, state, is_last=state.global_step >= state.max_steps)
 
@@ -111,5 +111,5 @@ class ReportCallback(TrainerCallback):
             write(*arguments)
         except Exception as error:
             if not self._has_warned:
-                warnings.warn(f"The report is not written, and the training goes on without it: {error}")
+                warnings.warn(f"The report is not written, and training continues without it: {error}")
             self._has_warned = True

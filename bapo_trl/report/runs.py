@@ -167,4 +167,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read ({error}): give another checkpoint of the run, or mend it.") from None
+        raise InputError(
+            f"{file} cannot be read ({error}): give another checkpoint of the run, or repair it."
+        ) from None

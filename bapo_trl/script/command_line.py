@@ -15,7 +15,7 @@ from ..inputs.advice import ADVICE
 from ..losses import CLIPPED_LOSS_TYPES
 from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command
-from .failures import refuse
+from .failures import reject
 from .recipes import is_true, look_ahead
 
 
@@ -205,4 +205,4 @@ class _Parser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         """End with one line, without the usage."""
-        refuse(self.prog, message)
+        reject(self.prog, message)

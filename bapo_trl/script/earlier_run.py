@@ -29,7 +29,7 @@ _RUN_FILES = (
 
 def check_start(settings: Settings, parts: Parts) -> None:
     """
-    Refuse, before anything is loaded, a run that would ignore its checkpoint, would lose an earlier one's work, or has
+    Reject, before anything is loaded, a run that would ignore its checkpoint, would lose an earlier one's work, or has
     no adapter to merge (`InputError`).
     """
     script_args, training_args, model_args, _ = settings
@@ -59,24 +59,24 @@ def check_start(settings: Settings, parts: Parts) -> None:
     if replaced and not (script_args.overwrite_output_dir or is_demo):
         raise InputError(
             f"`output_dir` is {run_dir}, which holds {', '.join(path.name for path in replaced)} of an earlier run: "
-            "go on from its checkpoints with --resume_from_checkpoint true, give another --output_dir, or delete "
+            "resume from its checkpoints with --resume_from_checkpoint true, give another --output_dir, or delete "
             "them with --overwrite_output_dir true."
         )
 
 
 def continues(training_args: BAPOConfig) -> bool:
-    """Whether the run goes on from a checkpoint of its own output folder."""
+    """Whether the run resumes from a checkpoint of its own output folder."""
     resume, run_dir = resume_argument(training_args.resume_from_checkpoint), Path(training_args.output_dir).resolve()
     return resume is True or (isinstance(resume, str) and Path(resume).resolve().parent == run_dir)
 
 
 def resume_argument(value: str | None) -> str | bool | None:
-    """Return what to resume from: the newest whole checkpoint for "true", none for "false", else a folder."""
+    """Return what to resume from: the newest complete checkpoint for "true", none for "false", else a folder."""
     return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None
 
 
 def check_resume(folder: str, training_args: BAPOConfig) -> None:
-    """Refuse a checkpoint beyond the last update (`InputError`)."""
+    """Reject a checkpoint beyond the last update (`InputError`)."""
     done = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
     if 0 < training_args.max_steps < done:
         raise InputError(
@@ -86,7 +86,7 @@ def check_resume(folder: str, training_args: BAPOConfig) -> None:
 
 
 def check_checkpoint(training_args: BAPOConfig) -> None:
-    """Refuse to resume where no checkpoint is complete, or the newest is beyond the last update (`InputError`)."""
+    """Reject to resume where no checkpoint is complete, or the newest is beyond the last update (`InputError`)."""
     resume, run_dir = resume_argument(training_args.resume_from_checkpoint), training_args.output_dir
     if resume is None:
         return

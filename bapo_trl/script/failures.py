@@ -37,7 +37,7 @@ def run_command(function: Callable[[Sequence[str]], Any], arguments: Sequence[st
         raise SystemExit(1) from None
 
 
-def refuse(program: str, message: str) -> NoReturn:
+def reject(program: str, message: str) -> NoReturn:
     """End the process with code 2 and one line on stderr, once of several processes, for flags that cannot be read."""
     _report_once(f"{program}: error: {message}\n", message)
     raise SystemExit(2)

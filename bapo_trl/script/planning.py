@@ -44,10 +44,10 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
     with as_in_processes(processes):
         try:
             settings = parse_arguments(arguments, command)
-        except InputError as refusal:  # where there is no GPU, the settings are read as on one
+        except InputError as rejection:  # where there is no GPU, the settings are read as on one
             with as_in_processes(processes, on_gpus=True):
                 settings = parse_arguments(arguments, command)
-            problems.append(refusal)
+            problems.append(rejection)
         with _collecting(problems):
             check_checkpoint(settings.training)
         parts: Parts = []
@@ -76,7 +76,7 @@ def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[
         found = load_data_and_rewards(settings)
         data, prompts = found[0], found[0].prompts
         title = data.title if training_args.do_train else data.test_title or data.title
-        if parts:  # else they were refused
+        if parts:  # else they were rejected
             inputs = gather_inputs(settings, parts, *found)
             prompts = inputs.data.prompts
     plan = arithmetic_of(training_args, prompts, processes)
@@ -102,7 +102,7 @@ def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exc
     name, revision = inputs.parts[-1]
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     is_adapter, weights, functions = len(inputs.parts) > 1, args.reward_weights, inputs.reward_funcs
-    refused = {
+    rejected = {
         f"`reward_weights` is {weights}, for {len(functions)} reward functions: give a number for each.":
             weights is not None and len(weights) != len(functions),
         f"`use_peft` asks for a new adapter, but {model_args.model_name_or_path} is one: leave `use_peft` out to "
@@ -114,7 +114,7 @@ def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exc
         "`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.":
             args.save_strategy == "best" and args.metric_for_best_model is None,
     }  # fmt: skip
-    problems += [InputError(message) for message, is_refused in refused.items() if is_refused]
+    problems += [InputError(message) for message, is_rejected in rejected.items() if is_rejected]
     with _collecting(problems):
         if inputs.data.train is not None and args.do_eval:
             check_fit(config, inputs.processing_class, args, [("eval", inputs.data.test)])

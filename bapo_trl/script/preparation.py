@@ -1,4 +1,4 @@
-"""From the settings to a trainer: data, rewards, model. What cannot work is refused before the weights load."""
+"""From the settings to a trainer: data, rewards, model. What cannot work is rejected before the weights load."""
 
 import sys
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def gather_inputs(
     reward_funcs: list[Any],
     extract_answer: Callable[[str], str | None] | None,
 ) -> Inputs:
-    """Load the tokenizer, bring the prompts into their form, and refuse what cannot be trained or evaluated on."""
+    """Load the tokenizer, bring the prompts into their form, and reject what cannot be trained or evaluated on."""
     script_args, training_args, model_args, _ = settings
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
@@ -87,7 +87,7 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
     script_args, training_args, model_args, dataset_args = settings
     data = inputs.data
     if "trackio" in training_args.report_to and training_args.run_name is None:
-        # Trackio ends a run with its training. What is logged afterwards goes on with it by its name alone
+        # Trackio ends a run with its training. What is logged afterwards is added to it by its name
         folder = Path(training_args.output_dir).resolve()
         earlier = read_settings(folder) if continues(training_args) else {}
         training_args.run_name = earlier.get("run_name") or f"{folder.name}-{strftime('%Y%m%d-%H%M%S')}"
@@ -117,7 +117,7 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
 
 
 def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
-    """Refuse a tokenizer or prompts that do not fit the model, as [`~plan.dry_run.check_fit`] does (`InputError`)."""
+    """Reject a tokenizer or prompts that do not fit the model, as [`~plan.dry_run.check_fit`] does (`InputError`)."""
     config, processing_class, args = trainer.model.config, trainer.processing_class, trainer.args
     datasets = named_datasets(trainer.train_dataset, eval_dataset)
     on_main_process(lambda: check_fit(config, processing_class, args, datasets))  # reads all prompts

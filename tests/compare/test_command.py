@@ -52,7 +52,7 @@ def compare(*arguments: str) -> int | None:
     return cli.main(["compare", "study.yaml", "--output_dir", "study", *arguments])
 
 
-def refusal(capsys, message: str, *arguments: str) -> str:
+def rejection(capsys, message: str, *arguments: str) -> str:
     """Check that a study ends with a one-line error before any run; return its other output."""
     ends(cli.main, ["compare", "study.yaml", "--output_dir", "study", *arguments], code=1)
     out, err = capsys.readouterr()
@@ -283,18 +283,18 @@ def test_a_study_reports_how_many_gpus_it_needs(folder, monkeypatch, capsys, job
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     write_study(base=ON_GPUS, accelerate=launch_file(**settings))
-    refusal(capsys, message, "--jobs", str(jobs))
-    out = refusal(capsys, message, "--jobs", str(jobs), "--dry_run")
+    rejection(capsys, message, "--jobs", str(jobs))
+    out = rejection(capsys, message, "--jobs", str(jobs), "--dry_run")
     assert out.splitlines()[-1] == f"4 runs, 4 to do, {jobs} at the same time"
     assert compare("--jobs", "1", "--dry_run") is None
 
 
-@pytest.mark.parametrize(("mode", "is_refused"), [("server", True), ("colocate", False)])
-def test_runs_at_a_time_share_no_vllm_server(folder, capsys, mode, is_refused):
+@pytest.mark.parametrize(("mode", "is_rejected"), [("server", True), ("colocate", False)])
+def test_runs_at_a_time_share_no_vllm_server(folder, capsys, mode, is_rejected):
     write_study(base={**BASE, "use_vllm": True, "vllm_mode": mode})
     assert compare("--jobs", "1", "--dry_run") is None
-    if is_refused:
-        refusal(capsys, "which holds the weights of only one run: set `--jobs` to 1", "--jobs", "2", "--dry_run")
+    if is_rejected:
+        rejection(capsys, "which holds the weights of only one run: set `--jobs` to 1", "--jobs", "2", "--dry_run")
     else:
         assert compare("--jobs", "2", "--dry_run") is None
 
@@ -332,19 +332,19 @@ def test_a_study_for_a_gpu_is_listed_where_there_is_none(folder, capsys, monkeyp
     base = {name: value for name, value in BASE.items() if name not in ("use_cpu", "bf16")}
     write_study(base=base, accelerate=accelerate)
     message = "`use_cpu` is false, but no GPU was found"
-    assert refusal(capsys, message, "--dry_run").splitlines()[-1] == "4 runs, 4 to do, 1 at the same time"
-    refusal(capsys, message)
+    assert rejection(capsys, message, "--dry_run").splitlines()[-1] == "4 runs, 4 to do, 1 at the same time"
+    rejection(capsys, message)
     write_study(base={**base, "positive_contribution_target": 2.0}, accelerate=accelerate)
-    refusal(capsys, "`positive_contribution_target`", "--dry_run")  # what is wrong there too comes first
+    rejection(capsys, "`positive_contribution_target`", "--dry_run")  # what is wrong there too comes first
 
 
 def test_a_study_whose_runs_lack_an_input_makes_none(folder, capsys):
     base = {name: value for name, value in BASE.items() if name != "dataset_name"}
     write_study(base=base, arms={"GRPO": {"method": "grpo"}})  # beside the study's own evaluation data
     for arguments in (["--dry_run"], []):
-        refusal(capsys, "arm 'GRPO': `dataset_name` is not set", *arguments)
+        rejection(capsys, "arm 'GRPO': `dataset_name` is not set", *arguments)
     write_study(arms={"GRPO": {"reward_funcs": "no_such.reward", "method": "grpo"}})
-    refusal(capsys, "arm 'GRPO': `reward_funcs` has 'no_such.reward', which cannot be", "--dry_run")
+    rejection(capsys, "arm 'GRPO': `reward_funcs` has 'no_such.reward', which cannot be", "--dry_run")
 
 
 def test_a_run_without_results_is_a_row_with_its_error(folder, capsys, monkeypatch):
@@ -377,9 +377,9 @@ def test_stopping_a_study_stops_its_runs(folder):
 
 def test_bad_arguments_end_in_one_line(folder, capsys):
     write_study()
-    refusal(capsys, "'DAPO' is not in `arms` of study.yaml: choose one of GRPO, BAPO", "--only", "DAPO")
-    refusal(capsys, "'DAPO' is not in `arms` of study.yaml", "--against", "DAPO")
-    refusal(capsys, "`--jobs` is 0", "--jobs", "0")
+    rejection(capsys, "'DAPO' is not in `arms` of study.yaml: choose one of GRPO, BAPO", "--only", "DAPO")
+    rejection(capsys, "'DAPO' is not in `arms` of study.yaml", "--against", "DAPO")
+    rejection(capsys, "`--jobs` is 0", "--jobs", "0")
 
 
 def test_a_damaged_result_raises_an_error_with_its_path(folder, capsys):

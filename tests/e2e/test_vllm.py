@@ -168,7 +168,7 @@ def test_no_false_alarm_in_200_transfers(tmp_path, server):
 
 
 @pytest.mark.parametrize("config", [None, {"backend": "nccl"}])
-def test_a_server_that_cannot_send_over_gloo_is_refused(config):
+def test_a_server_that_cannot_send_over_gloo_is_rejected(config):
     class Client(GlooVLLMClient):
         def __init__(self):
             self.base_url = "http://127.0.0.1:1"

@@ -94,7 +94,7 @@ def test_scaled_rotary_embeddings_have_a_longer_window(rope, window):
     assert context_window(config) == window
 
 
-def refused(folder, model, message: str, **settings) -> None:
+def rejected(folder, model, message: str, **settings) -> None:
     """Check that the command line raises an error for a trainer."""
     trainer = toy_trainer(folder, model, **settings)
     with pytest.raises(InputError, match=message):
@@ -125,7 +125,7 @@ def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
         (chat, {}, r"1 of the 12 prompts .* row 11, has 58 tokens"),
         ({}, {"max_completion_length": 64}, r"`max_completion_length` is 64, but the model's window .* is 64"),
     ):
-        refused(tmp_path, opt_model(), message, trainer_args=parts, **settings)
+        rejected(tmp_path, opt_model(), message, trainer_args=parts, **settings)
     trainer = toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": dataset})
     with pytest.warns(UserWarning, match=TOO_LONG):  # rotary positions go on
         check_prompts_fit(trainer)
@@ -218,7 +218,7 @@ def test_tokenizers_that_do_not_suit(tmp_path):
     with pytest.raises(InputError, match=r"tokenizer has no `eos_token`.*set `tokenizer\.eos_token`"):
         check_tokenizer(tokenizer)
     message = r"tokenizer has token ids up to 257, but the model's `vocab_size` is 257: .*resize_token_embeddings"
-    refused(tmp_path, toy_model(vocab_size=257), message)
+    rejected(tmp_path, toy_model(vocab_size=257), message)
     # Tokens that were added, as for images in models of text alone, do no harm where no prompt has them
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<image>"])

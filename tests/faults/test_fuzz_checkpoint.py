@@ -156,7 +156,7 @@ def is_right(outcome: dict) -> bool:
     return outcome["is_same"] or outcome["file"] == "trainer_state.json"
 
 
-def test_damaged_files_are_refused_by_name_or_hold_what_was_saved(tmp_path):
+def test_damaged_files_are_rejected_by_name_or_hold_what_was_saved(tmp_path):
     toy_trainer(tmp_path / "run", **SETTINGS).train()  # after the first of two generations, with all kinds of state
     (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "complete")
     count = cases(1000)
@@ -167,5 +167,5 @@ def test_damaged_files_are_refused_by_name_or_hold_what_was_saved(tmp_path):
     assert not wrong, wrong
     assert not (tmp_path / "code_ran").exists()
     assert report["memory_kib"] * 1024 < LIMIT_BYTES / 4
-    refused = Counter(outcome["damage"] for outcome in report["outcomes"] if "error" in outcome)
-    assert set(refused) == {damage.__name__ for damage in DAMAGES}
+    rejected = Counter(outcome["damage"] for outcome in report["outcomes"] if "error" in outcome)
+    assert set(rejected) == {damage.__name__ for damage in DAMAGES}

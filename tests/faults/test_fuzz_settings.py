@@ -1,6 +1,6 @@
 """Settings at random: two updates are trained, a `ValueError` names a field, or a number stops the run that is none.
 
-What TRL and transformers refuse is their error: it need not name a field if one of theirs is out of range.
+What TRL and transformers reject is their error: it need not name a field if one of theirs is out of range.
 
 Fuzzed are the fields of `BAPOConfig` that GRPO does not have, and those of TRL that they depend on (`OF_TRL`). Values
 are in and out of range, and of any type that YAML has.

@@ -1,4 +1,4 @@
-"""The vLLM server dies, hangs, refuses or answers late, and comes back or not. Two ranks are in tests/e2e/faults."""
+"""The vLLM server dies, hangs, rejects or answers late, and comes back or not. Two ranks are in tests/e2e/faults."""
 
 import json
 import re
@@ -174,7 +174,7 @@ def test_before_the_first_update_there_is_nothing_to_save(tmp_path):
 @pytest.mark.parametrize(
     ("last", "what", "message", "count"),
     [
-        (3, 400, r"failed during generation: Exception: Request failed: 400.*after update 2", 3),  # it refuses
+        (3, 400, r"failed during generation: Exception: Request failed: 400.*after update 2", 3),  # it rejects
         (19, 500, r"failed during generation, after 3 repetitions: HTTPError: status 500", 6),
     ],
 )

@@ -21,7 +21,7 @@ from tests.helpers.toy import toy_model, toy_trainer
 
 @dataclass
 class SamplingParams:
-    """Those that TRL gives; a request with others is refused."""
+    """Those that TRL gives; a request with others is rejected."""
 
     n: int
     repetition_penalty: float

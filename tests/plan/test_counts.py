@@ -6,7 +6,7 @@ import pytest
 from accelerate.utils import set_seed
 
 from bapo_trl import BAPOConfig
-from bapo_trl.batch.staleness import mean_age
+from bapo_trl.batch.staleness import mean_staleness
 from bapo_trl.plan.dry_run import count
 from tests.helpers.toy import CPU, toy_dataset, toy_trainer, training_logs
 
@@ -33,7 +33,7 @@ def test_ages_are_those_of_every_micro_batch_of_many_generations(tmp_path, steps
             ages.append(version - sampled_by)
             micro_batches += 1
             version += micro_batches % window == 0
-    assert mean_age(args) == pytest.approx(sum(ages) / len(ages))
+    assert mean_staleness(args) == pytest.approx(sum(ages) / len(ages))
     assert args.largest_staleness == max(ages)
 
 
@@ -51,7 +51,7 @@ def test_a_run_makes_as_many_updates_on_samples_as_old(tmp_path, steps, iteratio
     trainer._generate_and_score_completions = lambda inputs: generations.append(len(inputs)) or generate(inputs)
     trainer.train()
     counts = count(trainer.args, 1, 30)
-    assert counts.refusal is None
+    assert counts.rejection is None
     assert count(trainer.args, 1, None).updates_per_epoch is None  # of a stream
     assert len(generations) == counts.generations_per_epoch
     assert set(generations) == {counts.samples}
@@ -60,4 +60,4 @@ def test_a_run_makes_as_many_updates_on_samples_as_old(tmp_path, steps, iteratio
     assert abs(len(logs) - counts.updates_per_epoch) < 1  # the last one may be of fewer micro-batches
     cycle = math.lcm(steps * iterations, window) // window
     ages = [log["staleness/mean"] for log in logs[: len(logs) // cycle * cycle]]
-    assert sum(ages) / len(ages) == pytest.approx(mean_age(trainer.args))
+    assert sum(ages) / len(ages) == pytest.approx(mean_staleness(trainer.args))

@@ -290,7 +290,7 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
         ),
     ],
 )
-def test_bad_settings_are_refused(args, message):
+def test_bad_settings_are_rejected(args, message):
     with pytest.raises(ValueError, match=message):
         BAPOConfig("unused", **{**CPU, **OFF_POLICY, **REPLAY, **args})
 
@@ -325,7 +325,7 @@ def train_on_a_rank(folder: str) -> None:
     )  # fmt: skip
 
 
-def test_a_multimodal_model_is_refused(tmp_path):
+def test_a_multimodal_model_is_rejected(tmp_path):
     class Multimodal(BAPOTrainer):
         def train(self):
             self._is_vlm = True  # as TRL sets it for a model with a processor

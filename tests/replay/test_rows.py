@@ -89,7 +89,7 @@ def test_rows_of_different_batches_are_padded_to_the_longest():
     assert of_another_tokenizer["old_per_token_logps"][0, 1:].tolist() == [0, 0]
 
 
-def test_unknown_keys_are_refused_by_name():
+def test_unknown_keys_are_rejected_by_name():
     with pytest.raises(ValueError, match=r"`rewards_of_tools`, which the replay buffer does not support"):
         batch_to_rows(batch(rewards_of_tools=torch.ones(3)), PAD)
 

@@ -149,7 +149,7 @@ def test_the_accuracy_before_and_after_is_drawn_where_a_run_measured_it(report, 
     assert axes.get_ylabel() == "avg@4"
 
 
-def refusal(capsys, *arguments) -> str:
+def rejection(capsys, *arguments) -> str:
     ends(cli.main, ["report", *arguments], code=1)  # as for the other commands
     (error,) = capsys.readouterr().err.splitlines()
     return error
@@ -157,14 +157,14 @@ def refusal(capsys, *arguments) -> str:
 
 def test_a_mistake_ends_in_one_line(tmp_path, capsys):
     run, out = save_run(tmp_path / "run", [{"loss": None, "step": 1}]), tmp_path / "out"
-    error = refusal(capsys, tmp_path / "nowhere", "--output", out)
+    error = rejection(capsys, tmp_path / "nowhere", "--output", out)
     assert re.match("bapo-trl report: error: RUN .*nowhere: no such file or folder", error)
-    error = refusal(capsys, run, "--output", out)
+    error = rejection(capsys, run, "--output", out)
     assert error.endswith("error: the logs hold no number to draw, such as `reward`: give another run")
     assert not out.exists()
     out.touch()
     run = save_run(tmp_path / "run", made_logs(2))
-    assert f"--output {out} cannot be written: File exists. Give" in refusal(capsys, run, "--output", out)
+    assert f"--output {out} cannot be written: File exists. Give" in rejection(capsys, run, "--output", out)
 
 
 def test_the_command_loads_neither_torch_nor_a_window(tmp_path):

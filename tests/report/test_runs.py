@@ -1,4 +1,4 @@
-"""What a RUN may be, which runs are seeds of one setting, and what is refused."""
+"""What a RUN may be, which runs are seeds of one setting, and what is rejected."""
 
 import os
 
@@ -96,7 +96,7 @@ def test_runs_whose_settings_differ_in_the_seed_alone_are_one_band(tmp_path):
         ("damaged", {"trainer_state.json": '{"log_history": [{"step": 1,'}, r"state.json cannot be read \(Exp"),
     ],
 )  # fmt: skip
-def test_what_holds_no_run_is_refused_with_the_path_and_the_fix(tmp_path, name, content, message):
+def test_what_holds_no_run_is_rejected_with_the_path_and_the_fix(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).mkdir()
         for file, text in content.items():

@@ -164,7 +164,7 @@ def test_a_completion_ends_with_the_window():
         pool.admit({}, [5] * 9)
 
 
-def test_a_smaller_window_or_cap_than_before_is_refused():
+def test_a_smaller_window_or_cap_than_before_is_rejected():
     pool, lengths = pool_with([9])
     go_on(pool, lengths, 0, cap=6)
     with pytest.raises(ValueError, match=r"window of the sampler 7 tokens, but a paused completion has 6"):
@@ -180,7 +180,7 @@ def test_a_sampler_that_stops_early_has_ended_the_completion():
     assert pool.has_enough(1)
 
 
-def test_no_tokens_or_more_than_may_come_are_refused():
+def test_no_tokens_or_more_than_may_come_are_rejected():
     pool, _ = pool_with([99])
     pool.take(pool.unfinished(), [list(range(2, 12))], 0, cap=10)  # 2 are left
     for new, cap, most in (([], 3, 2), ([50, 51, 52, EOS], 4, 2), ([50, 51], 1, 1)):

@@ -212,7 +212,7 @@ def test_no_token_is_older_at_its_last_update_than_the_limit(tmp_path):
 
 
 class Windowed(FakeVLLM):
-    """Refuses what vLLM's server refuses: requests for more tokens than the window has room for."""
+    """Refuses what vLLM's server rejects: requests for more tokens than the window has room for."""
 
     window = 40  # as `get_server_info` says
 
@@ -351,7 +351,7 @@ def test_a_column_that_a_checkpoint_cannot_keep_is_named_before_it_is_trained(tm
         train(tmp_path, trainer_args={"train_dataset": dataset})
 
 
-def test_a_rollout_func_is_refused(tmp_path):
+def test_a_rollout_func_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"`rollout_func`, which partial rollouts cannot handle"):
         train(tmp_path, trainer_args={"rollout_func": lambda prompts, trainer: {}})
 
@@ -468,7 +468,7 @@ def test_settings_that_no_longer_fit_the_checkpoint_are_named(tmp_path):
             resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
-def test_a_replay_queue_of_a_run_without_partial_rollouts_is_refused(tmp_path):
+def test_a_replay_queue_of_a_run_without_partial_rollouts_is_rejected(tmp_path):
     settings = {**SAVES, "replay_fraction": 0.1}
     train(tmp_path, **settings, max_steps=3, partial_rollout_oversampling=1.0)
     resumed = trainer_of(tmp_path, **settings, max_steps=6)

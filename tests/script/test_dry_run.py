@@ -281,15 +281,15 @@ def leave(file: str, text: str = "{}") -> None:
         ("out/notes.txt", {"dataset_name": None, **MERGES, "model_name_or_path": "model"}, "there is no adapter"),
     ],
 )  # fmt: skip
-def test_what_the_run_would_not_begin_with_is_refused_as_well(left, settings, message):
+def test_what_the_run_would_not_begin_with_is_rejected_as_well(left, settings, message):
     leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
     leave(left)
-    refusals = []
+    errors = []
     for dry_run_too in ("true", "false"):
-        with pytest.raises(InputError, match=message) as refusal:
+        with pytest.raises(InputError, match=message) as rejection:
             run(**{"dataset_name": "train.jsonl", "dry_run": dry_run_too, **settings})
-        refusals.append(str(refusal.value))
-    assert refusals[1] in refusals[0]  # which has all of them
+        errors.append(str(rejection.value))
+    assert errors[1] in errors[0]  # which has all of them
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_what_the_run_would_not_begin_with_is_refused_as_well(left, settings, me
          "BAPO on train.jsonl: dry run,"),
     ],
 )  # fmt: skip
-def test_what_the_run_would_begin_with_is_not_refused(left, arguments, said, capsys, tmp_path):
+def test_what_the_run_would_begin_with_is_not_rejected(left, arguments, said, capsys, tmp_path):
     leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
     leave(left, json.dumps({"global_step": 2, "epoch": 1.0}))
     with nothing_written(tmp_path):

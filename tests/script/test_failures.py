@@ -18,13 +18,13 @@ def failed(function, *arguments, capsys):
     return capsys.readouterr().err
 
 
-def refuse(arguments):
+def reject(arguments):
     try:
         raise KeyError("within")
     except KeyError as error:
-        refusal = InputError("`seed` is 1.5:\nset it to a whole number.")
-        refusal.add_note("Or leave it out.")
-        raise refusal from error
+        rejection = InputError("`seed` is 1.5:\nset it to a whole number.")
+        rejection.add_note("Or leave it out.")
+        raise rejection from error
 
 
 def divide(arguments):
@@ -33,8 +33,8 @@ def divide(arguments):
 
 def test_an_error_of_a_user_is_one_line_with_its_notes(capsys):
     line = "bapo-trl train: error: `seed` is 1.5: set it to a whole number. Or leave it out.\n"
-    assert failed(refuse, capsys=capsys) == line
-    assert failed(refuse, "--traceback", capsys=capsys).count("Traceback (most recent call last)") == 2
+    assert failed(reject, capsys=capsys) == line
+    assert failed(reject, "--traceback", capsys=capsys).count("Traceback (most recent call last)") == 2
 
 
 def test_any_other_error_keeps_its_traceback(capsys):

@@ -44,7 +44,7 @@ def test_the_released_method_is_that_of_its_recipe():
             {"loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0},
         ),
         (["--method", "bapo", "--search_scope", "batch"], {"search_scope": "batch"}),
-        # What BAPO itself would refuse
+        # What BAPO itself would reject
         (["--method=grpo", "--delta", "2.0"], {"delta": 2.0, "ratio_upper_max": 1.2}),
         (["--method", "cispo", "--epsilon_high=5.0"], {"epsilon_high": 5.0, "loss_type": "cispo"}),
     ],

@@ -1,4 +1,4 @@
-"""What `bapo-trl train` refuses: in one line that names the setting, its value and the fix, without a traceback."""
+"""What `bapo-trl train` rejects: in one line that names the setting, its value and the fix, without a traceback."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ FILES = {
     "parts.yaml": "datasets: [{path: json, data_files: none.jsonl}]\n",
 }
 AT_ONCE = [
-    # Flags: abbreviated; misspelt, beside a setting (bf16 on a CPU) that would be refused too
+    # Flags: abbreviated; misspelt, beside a setting (bf16 on a CPU) that would be rejected too
     (
         {"positive_contribution": 1},
         r"unknown flag: --positive_contribution \(the nearest is --positive_contribution_",
@@ -116,7 +116,7 @@ REFUSED = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        folder = fill_folder(tmp_path_factory.mktemp("refused"), patch)
+        folder = fill_folder(tmp_path_factory.mktemp("rejected"), patch)
         for name, text in FILES.items():
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_text(text)

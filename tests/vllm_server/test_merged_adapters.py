@@ -265,7 +265,7 @@ def test_ranks_send_the_same_and_keep_their_base_weights(tmp_path, how):
 
 @pytest.mark.parametrize("config", [lora("embed_tokens"), lora("q_proj", modules_to_save=["lm_head"])])
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_an_adapter_on_one_of_two_tied_modules_is_refused(monkeypatch, tmp_path, config):
+def test_an_adapter_on_one_of_two_tied_modules_is_rejected(monkeypatch, tmp_path, config):
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight, lm_head\.weight, .* one weight in vLLM"):
         trainer_with(monkeypatch, tmp_path, toy_model(tie_word_embeddings=True), config)
 

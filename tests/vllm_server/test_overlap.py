@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.batch.staleness import mean_age
+from bapo_trl.batch.staleness import mean_staleness
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.rollouts.injected import InjectedRollouts
 from bapo_trl.vllm_server import client
@@ -116,7 +116,7 @@ def test_a_run_is_that_of_completions_that_come_one_generation_late(tmp_path, se
         assert max(log["staleness/max"] for log in log_of(trainer)) == trainer.args.largest_staleness
         cycle = log_of(trainer)[trainer.args.updates_per_generation :]  # from the first step that was requested ahead
         ages = [log["staleness/mean"] for log in cycle[: len(cycle) // 2 * 2]]
-        assert sum(ages) / len(ages) == mean_age(trainer.args)
+        assert sum(ages) / len(ages) == mean_staleness(trainer.args)
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "replay_fraction": 0.5}, {"max_steps": 14}], ids=str)
@@ -386,6 +386,6 @@ def test_twenty_deaths_of_the_server_lose_no_sample(tmp_path):
     ],
     ids=str,
 )
-def test_what_does_not_go_with_it_is_refused(settings, message):
+def test_what_does_not_go_with_it_is_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         config(**{**OVERLAP, "overlap_generation": True, **settings})

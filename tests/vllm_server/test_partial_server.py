@@ -109,7 +109,7 @@ def test_several_api_processes_are_one_server(monkeypatch, tmp_path):
     assert trainer.vllm_generation.num_syncs == 4  # one a generation
 
 
-def test_another_sampler_than_that_of_the_checkpoint_is_refused(monkeypatch, tmp_path):
+def test_another_sampler_than_that_of_the_checkpoint_is_rejected(monkeypatch, tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
     server_trainer(monkeypatch, tmp_path, **saves).train()
     with pytest.raises(ValueError, match=r"`use_vllm` is False, but .* were begun with vLLM"):
