@@ -109,7 +109,7 @@ def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
 
 def save_png(groups: Sequence[Group], path: Path, panels: Sequence[Panel] = ()) -> None:
     """Draw panels into one image; by default all that have data, at least one."""
-    from matplotlib import cycler, rc_context
+    from matplotlib import rc_context
     from matplotlib.figure import Figure  # not pyplot, which would choose a window and keep the figure
     from matplotlib.lines import Line2D
 
@@ -129,7 +129,7 @@ def save_png(groups: Sequence[Group], path: Path, panels: Sequence[Panel] = ()) 
         figure.suptitle(groups[0].title)
     has_band = any(len(group.runs) > 1 for group in groups)
     figure.supxlabel("optimizer update" + has_band * " (band: smallest to largest of the seeds)", fontsize="medium")
-    with rc_context({"axes.prop_cycle": cycler(color=_COLORS)}):  # which "C0" and the others are looked up in
+    with rc_context({"axes.prop_cycle": f"cycler('color', {list(_COLORS)})"}):  # which "C0" and the others are looked up in
         figure.savefig(path, dpi=110, format="png")
 
 
