@@ -129,7 +129,7 @@ def save_png(groups: Sequence[Group], path: Path, panels: Sequence[Panel] = ()) 
         figure.suptitle(groups[0].title)
     has_band = any(len(group.runs) > 1 for group in groups)
     figure.supxlabel("optimizer update" + has_band * " (band: smallest to largest of the seeds)", fontsize="medium")
-    with rc_context({"axes.prop_cycle": f"cycler('color', {list(_COLORS)})"}):  # which "C0" and the others are looked up in
+    with rc_context({"axes.prop_cycle": f"cycler('color', {list(_COLORS)})"}):  # of C0, C1, ...
         figure.savefig(path, dpi=110, format="png")
 
 
