@@ -149,7 +149,8 @@ def long_table(first: str, places: Iterable[tuple[str, Finals, Mapping[str, str]
 
 def rate_name(rate: float) -> str:
     """Return a learning rate as text: 2e-4."""
-    return f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    digits, exponent = f"{rate:.2e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def methods_table() -> str:
@@ -259,8 +260,12 @@ def async_table() -> str:
     """Return the methods of asynchronous training on seeds 1 to 5, by staleness, compared with GRPO."""
     places = []
     for staleness in (1, 4, 16, 64):
-        runs = [row for row in rows("async_staleness", staleness=staleness) if row.seed > 0]  # 0 chose the rates
-        found, rates = finals(runs), {row.arm: rate_name(row.sweep["learning_rate"]) for row in runs}
+        runs = rows("async_staleness", staleness=staleness)
+        pilot = [row for row in runs if row.seed == 0]  # chose the rates, the lower one of equals
+        pilot.sort(key=lambda row: (row.final or 0, -row.sweep["learning_rate"]))
+        best = {row.arm: row.sweep["learning_rate"] for row in pilot}
+        found = finals(row for row in runs if row.seed > 0 and row.sweep["learning_rate"] == best[row.arm])
+        rates = {arm: rate_name(rate) for arm, rate in best.items()}
         places.append((str(staleness), {arm: found[arm] for arm in ASYNC_METHODS}, rates))
     return long_table("staleness", places, "GRPO")
 
