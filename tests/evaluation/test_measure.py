@@ -271,7 +271,7 @@ def test_an_evaluation_in_training_is_of_prompts_however_few_the_last_batch_has(
     shown = {"eval_strategy": "steps", "eval_steps": 1, "disable_tqdm": "false", "report_to": "tensorboard"}
     settings = flags(dataset_name="train.jsonl", **shown, **of_five)
     printed = succeeded(run_python([ROOT / "train_bapo.py", *settings], ranks=ranks, cwd=folder))
-    assert printed.count("eval reward") == 2  # one while training, one at the end
+    assert printed.count("mean reward 0") == 2  # one while training, one at the end
     assert list(Path("out").rglob("events.out.tfevents*"))
     logs = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
     assert [log["step"] for log in logs if "eval_rewards/has_digit/mean" in log] == [1, 2]
@@ -282,7 +282,7 @@ def test_an_evaluation_in_training_is_of_prompts_however_few_the_last_batch_has(
 def test_two_evaluations_are_kept_apart(folder):
     lock = RunLock("out")
     assert lock.acquire() is None
-    with pytest.raises(InputError, match="`output_dir` is out, where another run is training or evaluates"):
+    with pytest.raises(InputError, match="`output_dir` is out, where another run is training or evaluating"):
         run(do_train="false", eval_dataset="test.jsonl")
     lock.release()
 
