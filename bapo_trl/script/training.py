@@ -99,7 +99,7 @@ def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig)
     stop = StopSignals()
     trainer.add_callback(stop)
     if not training_args.disable_tqdm:
-        say("Rows: means over the updates since the row before. ESS: effective sample size (docs/monitor.md).")
+        say("Each row averages the updates since the previous row. ESS: effective sample size (docs/monitor.md).")
         trainer.add_callback(UpdateLines)  # last, so that it sees which evaluations the others leave out
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -179,7 +179,7 @@ def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluatio
     count = after.metrics.get("prompts_without_reward", 0)
     lines = [
         f"Evaluation of {model} on {data.test_title or data.title}",
-        f"  number of prompts: {after.num_prompts}; ± is the standard error, twice of which is a 95% interval",
+        f"  number of prompts: {after.num_prompts}; ± is the standard error (95% interval: twice that)",
         accuracy_table(accuracies),
         f"  {rewards_in_words(rewards)}",
         f"Left out, without a reward: {count} of {count + after.num_prompts} prompts" if count else "",
