@@ -18,6 +18,7 @@ import multiprocessing
 import queue
 import statistics
 import tempfile
+import threading
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
@@ -32,6 +33,7 @@ from bapo_trl.compare.results import FOLDER, Row, read_rows, write_row
 from bapo_trl.compare.tables import as_markdown, compare
 from bapo_trl.experimental import AsyncBAPOConfig, AsyncBAPOTrainer
 from benchmarks.common import ROOT, save_result, spread
+from benchmarks.tiny_model import tiny_model
 from benchmarks.warm_start import load_sums, warm_start_path
 
 
@@ -195,45 +197,82 @@ def train(arm: str, staleness: int, learning_rate: float, seed: int) -> Row:
     return Row(arm, sweep, seed, settings, round(final, 4), share=round(share, 4), seconds=seconds)
 
 
-class Clock(TrainerCallback):
-    """Callback that records the seconds of each update."""
+class TakesTurns(TrainerCallback):
+    """Lets trainers in threads make one update after the other in turn, and records the CPU time of each update."""
 
-    def __init__(self):
-        self.seconds, self._began = [], 0.0
+    def __init__(self, turn: threading.Semaphore, following: threading.Semaphore):
+        self.turn, self.following, self.seconds, self._began = turn, following, [], 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self._began = time.perf_counter()
+        self.turn.acquire()
+        self._began = time.thread_time()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        self.seconds.append(time.perf_counter() - self._began)
+        self.seconds.append(time.thread_time() - self._began)
+        self.following.release()
 
 
-def measure_cost(rounds: int = 9, updates: int = 24) -> None:
-    """Time updates of both trainers in alternation, for each search scope. Ratios are of medians within a round."""
+def random_trainer(folder: str, trainer_class, config_class, updates: int, **settings):
+    """Return a trainer of a model of four layers on random samples: 2,048 tokens an update. Call within `on_cpu`."""
+    from tests.helpers.asynchronous import NoTransfer, ScriptedWorker
+
+    random, tokenizer = np.random.default_rng(0), AutoTokenizer.from_pretrained(str(warm_start_path(task=load_sums())))
+    model = tiny_model(
+        tokenizer, seed=0, vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    model.save_pretrained(f"{folder}/model")
+    samples = []
+    for number in range((updates + 2) * 8):
+        mask = np.array([0] * 32 + [1] * 224)
+        ids, logps = random.integers(3, 2048, 256), np.log(1 / 2048) + 0.3 * random.standard_normal(256)
+        advantage = float(random.standard_normal())
+        samples.append(
+            RolloutSample([], [], ids, mask, (logps * mask).astype(np.float32), advantage, 0, number // 8, {})
+        )
+    args = config_class(
+        folder, per_device_train_batch_size=8, num_generations=8, token_budget=0, max_staleness=10**6, use_cpu=True,
+        bf16=False, gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True,
+        dataloader_pin_memory=False, max_steps=updates, **settings,
+    )  # fmt: skip
+    trainer = trainer_class(
+        f"{folder}/model", [len], args, load_sums().train_dataset, processing_class=tokenizer,
+        rollout_worker=ScriptedWorker(samples), weight_transfer=NoTransfer(),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def measure_cost(updates: int = 16) -> None:
+    """Compare the CPU time of updates of both trainers, which take turns. Ratios are of the same update's times."""
     from tests.helpers.asynchronous import on_cpu
 
     torch.set_num_threads(1)
-    trainers = {
+    kinds = {
         "AsyncGRPOTrainer": (AsyncGRPOTrainer, AsyncGRPOConfig, {}),
         "again": (AsyncGRPOTrainer, AsyncGRPOConfig, {}),
         "carried_over": (AsyncBAPOTrainer, AsyncBAPOConfig, {"search_scope": "carried_over"}),
         "micro_batch": (AsyncBAPOTrainer, AsyncBAPOConfig, {"search_scope": "micro_batch"}),
     }
-    ratios: dict[str, list[float]] = {name: [] for name in trainers if name != "AsyncGRPOTrainer"}
-    for number in range(rounds):
-        medians = {}
-        for name, (*classes, settings) in list(trainers.items())[:: 1 if number % 2 == 0 else -1]:
-            with tempfile.TemporaryDirectory() as folder, on_cpu():
-                trainer, _ = make_trainer(folder, *classes, 4, number, max_steps=updates, **settings)
-                clock = Clock()
-                trainer.add_callback(clock)
-                trainer.train()
-            medians[name] = statistics.median(clock.seconds[4:])
-        for name, values in ratios.items():
-            values.append(medians[name] / medians["AsyncGRPOTrainer"])
-        print({name: round(values[-1], 3) for name, values in ratios.items()}, flush=True)
-    results = [{"trainer": name, "over AsyncGRPOTrainer": spread(values)} for name, values in ratios.items()]
-    save_result("async_cost", {"groups": GROUPS, "group_size": GROUP_SIZE, "updates": updates}, results)
+    turns = [threading.Semaphore(number == 0) for number in range(len(kinds))]
+    clocks = {name: TakesTurns(turns[n], turns[(n + 1) % len(turns)]) for n, name in enumerate(kinds)}
+    with tempfile.TemporaryDirectory() as folder, on_cpu():
+        trainers = [
+            random_trainer(f"{folder}/{name}", *classes, updates, **settings)
+            for name, (*classes, settings) in kinds.items()
+        ]
+        for trainer, clock in zip(trainers, clocks.values(), strict=True):
+            trainer.add_callback(clock)
+        threads = [threading.Thread(target=trainer.train) for trainer in trainers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    seconds = {name: np.array(clock.seconds[2:]) for name, clock in clocks.items()}  # the first ones allocate
+    print({name: each.round(3).tolist() for name, each in seconds.items()})
+    base = seconds.pop("AsyncGRPOTrainer")
+    results = [{"trainer": name, "over AsyncGRPOTrainer": spread(list(each / base))} for name, each in seconds.items()]
+    save_result("async_cost", {"samples": 8, "tokens": 256, "layers": 4, "updates": updates}, results)
 
 
 def best_rates(rows: list[Row]) -> dict[tuple[str, int], float]:

@@ -25,12 +25,11 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **settings: int) -
     `settings` override `MODEL_SETTINGS`. The global random state is not changed.
     """
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **{**MODEL_SETTINGS, **settings},
+        **{**MODEL_SETTINGS, "vocab_size": len(tokenizer), **settings},
     )
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
