@@ -10,7 +10,7 @@ from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
 from .clip_bounds import BoundGrid
-from .clip_bounds.config import BoundSearchConfig, setting
+from .clip_bounds.config import BoundSearchConfig, help_of, setting
 from .clip_bounds.grid import SINGLE_POINT
 from .config_rules import check_rules
 from .errors import InputError
@@ -317,8 +317,7 @@ _TYPES = {f.name: get_args(f.type) or (f.type,) for f in fields(BAPOConfig)}
 def _describe(f: Field) -> str:
     types = " or ".join(f"`{name}`" for name in getattr(f.type, "__name__", str(f.type)).split(" | "))
     default = f'"{f.default}"' if isinstance(f.default, str) else f.default
-    allowed = f" Range: {f.metadata['range']}." if "range" in f.metadata else ""
-    text = textwrap.fill(f.metadata["help"] + allowed, 119, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    text = textwrap.fill(help_of(f.metadata), 119, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return f"{f.name} ({types}, *optional*, defaults to `{default}`):\n{text}"
 
 

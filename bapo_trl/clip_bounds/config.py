@@ -1,6 +1,6 @@
 """Settings of the clip bound search, shared by all trainers that search for clip bounds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,12 @@ class _Metadata(dict):
     """Metadata of a field with a `range`. The copy that transformers passes to argparse has the range in its help."""
 
     def copy(self) -> dict:
-        return {"help": f"{self['help']} Range: {self['range']}."}
+        return {"help": help_of(self)}
+
+
+def help_of(metadata: Mapping[str, Any]) -> str:
+    """Return the help text of a field, with its range if it has one."""
+    return metadata["help"] + (f" Range: {metadata['range']}." if "range" in metadata else "")
 
 
 def setting(default: Any, allowed: str | Sequence[str], text: str) -> Any:

@@ -49,7 +49,8 @@ class AsyncBAPOConfig(BoundSearchConfig, AsyncGRPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        own = [f for f in fields(self) if f.name in {each.name for each in fields(BoundSearchConfig)}]
+        names = {f.name for f in fields(BoundSearchConfig)}
+        own = [f for f in fields(self) if f.name in names]
         check_fields(self, own, {f.name: get_args(f.type) or (f.type,) for f in own})
         check_epsilons(self)
         check_bounds(self)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from scipy.stats import norm
 
 from bapo_trl.clip_bounds.config import BoundSearchConfig
+from benchmarks.pictures import save_panel
 
 
 PICTURE = Path(__file__).resolve().parents[1] / "contribution.png"
@@ -58,13 +59,9 @@ def draw(path: Path) -> None:
     ):
         axes.text(place, height, text, fontsize=12)
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
-    axes.tick_params(labelsize=12)
-    axes.set_xlabel("standard deviation of the log-ratios (grows with staleness)", fontsize=13)
-    axes.set_ylabel("positive contribution", fontsize=13)
-    axes.set_title("Clip bounds move the positive contribution less than a weight does", fontsize=14, loc="left")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150, facecolor="white")
+    title = "Clip bounds move the positive contribution less than a weight does"
+    x = "standard deviation of the log-ratios (grows with staleness)"
+    save_panel(figure, axes, path, x, "positive contribution", title)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from bapo_trl.compare.statistics import Mean, mean_over_seeds
 from benchmarks.pages import TASK, UPDATES, finals, rows
+from benchmarks.pictures import save_panel
 
 
 PICTURE = Path(__file__).resolve().parents[1] / "losses.png"
@@ -70,14 +71,9 @@ def draw(path: Path) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(POINTS, [str(updates) for updates in POINTS])
     axes.set(xlim=(0.78, 75), ylim=(0.35, 1.03))
-    axes.tick_params(labelsize=12)
-    axes.set_xlabel("updates per generation (log scale)", fontsize=13)
-    axes.set_ylabel("final accuracy", fontsize=13)
-    axes.set_title("The more updates per generation, the more the loss matters", fontsize=14, loc="left", pad=12)
     axes.text(0.02, 0.04, NOTE, transform=axes.transAxes, fontsize=11, color="0.25", linespacing=1.4)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150, facecolor="white")
+    title = "The more updates per generation, the more the loss matters"
+    save_panel(figure, axes, path, "updates per generation (log scale)", "final accuracy", title, pad=12)
 
 
 if __name__ == "__main__":

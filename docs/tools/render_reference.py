@@ -133,7 +133,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def rendered(name: str) -> str:
-    """Return a page with its generated part made anew."""
+    """Return a page with its generated part written again."""
     by_hand, mark, _ = (DOCS / name).read_text(encoding="utf-8").partition(MARK)
     if not mark:
         raise ValueError(f"docs/{name} lacks the line {MARK.strip()!r}: put it where the generated part begins.")
