@@ -49,6 +49,10 @@ ARMS = {
         "ratio_lower_start": 0.6, "ratio_lower_max": 0.6, "ratio_upper_start": 3.0, "ratio_upper_max": 3.0,
     },
 }  # fmt: skip
+QUIET = {
+    "token_budget": 0, "max_staleness": 10**6, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
+}  # fmt: skip
 STUDY = ROOT / "outputs" / "async_staleness"
 
 
@@ -148,9 +152,8 @@ def make_trainer(folder: str, trainer_class, config_class, staleness: int, seed:
     tokenizer = AutoTokenizer.from_pretrained(path)
     worker = StaleWorker(path, task, tokenizer, staleness, seed)
     args = config_class(
-        folder, per_device_train_batch_size=GROUPS * GROUP_SIZE, num_generations=GROUP_SIZE, token_budget=0,
-        max_staleness=10**6, seed=seed, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
-        report_to="none", disable_tqdm=True, dataloader_pin_memory=False, **settings,
+        folder, per_device_train_batch_size=GROUPS * GROUP_SIZE, num_generations=GROUP_SIZE, seed=seed, **QUIET,
+        **settings,
     )  # fmt: skip
     trainer = trainer_class(
         path, [len], args, task.train_dataset, processing_class=tokenizer, rollout_worker=worker,
@@ -216,7 +219,8 @@ def random_trainer(folder: str, trainer_class, config_class, updates: int, **set
     """Return a trainer of a model of four layers on random samples: 2,048 tokens an update. Call within `on_cpu`."""
     from tests.helpers.asynchronous import NoTransfer, ScriptedWorker
 
-    random, tokenizer = np.random.default_rng(0), AutoTokenizer.from_pretrained(str(warm_start_path(task=load_sums())))
+    random, task = np.random.default_rng(0), load_sums()
+    tokenizer = AutoTokenizer.from_pretrained(str(warm_start_path(task=task)))
     model = tiny_model(
         tokenizer, seed=0, vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
         max_position_embeddings=256,
@@ -231,12 +235,10 @@ def random_trainer(folder: str, trainer_class, config_class, updates: int, **set
             RolloutSample([], [], ids, mask, (logps * mask).astype(np.float32), advantage, 0, number // 8, {})
         )
     args = config_class(
-        folder, per_device_train_batch_size=8, num_generations=8, token_budget=0, max_staleness=10**6, use_cpu=True,
-        bf16=False, gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True,
-        dataloader_pin_memory=False, max_steps=updates, **settings,
-    )  # fmt: skip
+        folder, per_device_train_batch_size=8, num_generations=8, max_steps=updates, **QUIET, **settings
+    )
     trainer = trainer_class(
-        f"{folder}/model", [len], args, load_sums().train_dataset, processing_class=tokenizer,
+        f"{folder}/model", [len], args, task.train_dataset, processing_class=tokenizer,
         rollout_worker=ScriptedWorker(samples), weight_transfer=NoTransfer(),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
