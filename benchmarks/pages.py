@@ -131,7 +131,9 @@ def paired(by_arm: Finals, arm: str, baseline: str, comparisons: int = 1) -> tup
     return mean, against, with_interval(found.mean, ".3f", "+")
 
 
-def long_table(first: str, places: Iterable[tuple[str, Finals, Mapping[str, str]]], baseline: str) -> str:
+def long_table(
+    first: str, places: Sequence[tuple[str, Finals, Mapping[str, str]]], baseline: str, second: str = "method"
+) -> str:
     """
     Return a table with a line for each setting and arm: seeds, accuracy, the baseline's accuracy on the same seeds,
     and the difference. `places` are settings, with their accuracies and, optionally, the learning rate of each arm.
@@ -143,8 +145,8 @@ def long_table(first: str, places: Iterable[tuple[str, Finals, Mapping[str, str]
             mean, against, difference = paired(by_arm, arm, baseline)
             cells = [setting, arm, *([rates[arm]] if rates else []), str(len(by_arm[arm])), mean]
             lines.append([*cells, "-" if arm == baseline else against or base, difference])
-    extra = ["learning rate"] if lines and len(lines[0]) == 7 else []
-    return markdown([first, "method", *extra, "seeds", "accuracy", f"{baseline}, same seeds", "difference"], lines)
+    extra = ["learning rate"] if any(rates for _, _, rates in places) else []
+    return markdown([first, second, *extra, "seeds", "accuracy", f"{baseline}, same seeds", "difference"], lines)
 
 
 def rate_name(rate: float) -> str:
@@ -284,8 +286,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "overlap_accuracy": overlap_accuracy_table,
     "async": async_table,
     "scopes": lambda: long_table(
-        UPDATES, [(name, finals(rows(f"scopes_{name}")), {}) for name in STALE], "batch"
-    ).replace("| method ", "| scope  "),
+        UPDATES, [(name, finals(rows(f"scopes_{name}")), {}) for name in STALE], "batch", "scope"
+    ),
 }
 
 
