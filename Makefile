@@ -1,6 +1,8 @@
 # `make demo` and `make test` set up everything they need. Only Python 3.11+, make and git must be there.
 
 PYTHON ?= python3
+# Some images forbid bytecode, and each of the tests' many processes would compile torch's modules again
+export PYTHONDONTWRITEBYTECODE :=
 VENV ?= .venv
 # Extra pip flags for torch. On Linux without a GPU, the CPU build saves a download of several GB:
 #   make demo TORCH_FLAGS="--index-url https://download.pytorch.org/whl/cpu"
