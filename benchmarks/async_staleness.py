@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
@@ -32,7 +33,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from bapo_trl.compare.results import FOLDER, Row, read_rows, write_row
 from bapo_trl.compare.tables import as_markdown, compare
 from bapo_trl.experimental import AsyncBAPOConfig, AsyncBAPOTrainer
-from benchmarks.common import ROOT, save_result, spread
+from benchmarks.common import ROOT, best_rates, save_result, spread
 from benchmarks.tiny_model import tiny_model
 from benchmarks.warm_start import load_sums, warm_start_path
 
@@ -277,14 +278,9 @@ def measure_cost(updates: int = 16) -> None:
     save_result("async_cost", {"samples": 8, "tokens": 256, "layers": 4, "updates": updates}, results)
 
 
-def best_rates(rows: list[Row]) -> dict[tuple[str, int], float]:
+def rates_of_pilot(rows: Iterable[Row]) -> dict[tuple[str, int], float]:
     """Return the best learning rate of each method at each staleness, from the pilot's runs."""
-    best: dict[tuple[str, int], Row] = {}
-    for row in sorted(rows, key=lambda row: row.sweep["learning_rate"]):
-        place = row.arm, row.sweep["staleness"]
-        if row.seed == PILOT_SEED and (place not in best or row.final > best[place].final):
-            best[place] = row
-    return {place: row.sweep["learning_rate"] for place, row in best.items()}
+    return best_rates((row for row in rows if row.seed == PILOT_SEED), lambda row: (row.arm, row.sweep["staleness"]))
 
 
 def main() -> None:
@@ -297,12 +293,12 @@ def main() -> None:
         return measure_cost()
     finished = read_rows(STUDY)
     if options.seeds:
-        best = best_rates(list(finished.values()))
+        best = rates_of_pilot(finished.values())
         runs = [(*place, rate, seed) for seed in SEEDS for place, rate in best.items()]
     else:
         places = itertools.product(reversed(STALENESS), RATES, ARMS)
         runs = [(arm, staleness, rate, PILOT_SEED) for staleness, rate, arm in places]
-        at_edge = [place for place, rate in best_rates(list(finished.values())).items() if rate == RATES[0]]
+        at_edge = [place for place, rate in rates_of_pilot(finished.values()).items() if rate == RATES[0]]
         runs += [(*place, RATES[0] / 2, PILOT_SEED) for place in at_edge]  # by a second call
     missing = {key: run for run in runs if (key := "-".join(map(str, run))) not in finished}
     context = multiprocessing.get_context("spawn")

@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TypeVar
@@ -16,10 +16,13 @@ import torch
 import transformers
 import trl
 
+from bapo_trl.compare.results import Row
+
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 T = TypeVar("T")
+Place = TypeVar("Place", bound=Hashable)
 
 
 # Measuring
@@ -114,6 +117,22 @@ def _cpu_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+# Learning rates
+
+
+def best_rate(finals: Mapping[float, float]) -> float:
+    """Return the learning rate with the highest final accuracy; of equal ones, the lower."""
+    return min(finals, key=lambda rate: (-finals[rate], rate))
+
+
+def best_rates(pilot: Iterable[Row], place: Callable[[Row], Place]) -> dict[Place, float]:
+    """Return the best learning rate at each place of a pilot's runs; a failed run counts as 0."""
+    finals: dict[Place, dict[float, float]] = {}
+    for row in pilot:
+        finals.setdefault(place(row), {})[row.sweep["learning_rate"]] = row.final or 0.0
+    return {name: best_rate(by_rate) for name, by_rate in finals.items()}
 
 
 # Parts of the pages

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import Difference, differences, seeds_for
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, best_rate
 from benchmarks.rambling_totals import LIMITS
 
 
@@ -38,11 +38,6 @@ def finals_by_rate(pilot: Iterable[Row]) -> dict[Setting, dict[str, dict[float, 
     for row in pilot:
         found[setting_of(row)][row.arm][row.sweep["learning_rate"]] = row.final or 0.0
     return found
-
-
-def best_rate(finals: Mapping[float, float]) -> float:
-    """Return the learning rate with the highest final accuracy by rule 1; of equal ones, the lower."""
-    return min(finals, key=lambda rate: (-finals[rate], rate))
 
 
 def next_rate(finals: Mapping[float, float]) -> float | None:
