@@ -17,13 +17,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
-from benchmarks.common import RESULTS, ROOT, describe_run
+from benchmarks.common import RESULTS, ROOT, best_rates, describe_run
 
 
 MARK = re.compile(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -69,6 +71,15 @@ VARIANTS = {  # arms of the study by what they change
 CANDIDATES = {  # variants that were chosen on the seeds of the others, and measured on seeds that had no part in it
     "upper bound alone": "search only the upper bound (`ratio_lower_max=0.6`)",
     "delta 3": "`delta=3.0`, TRL's cap on ratios",
+}
+
+
+REPLAY = {  # arms of the study: samples, and whether samples of zero advantage are replaced
+    "one pass": ("one pass", "no"),
+    "same rows, 4 passes": ("same samples, 4 passes", "no"),
+    "queue, 4 passes": ("buffer, 4 passes", "no"),
+    "queue, 4 passes, ties replaced": ("buffer, 4 passes", "yes"),
+    "queue, 8 passes, ties replaced": ("buffer, 8 passes", "yes"),
 }
 
 
@@ -221,6 +232,37 @@ def weights_table() -> str:
     return markdown(["difference from VESPO (common seeds)", *header], lines)
 
 
+def replay_table() -> str:
+    """Return accuracy, tokens and time of the variants of replay, by the bounds; tokens relative to one pass."""
+    lines = []
+    for bounds in ("BAPO", "GRPO"):
+        runs = {(row.arm, row.seed): row for row in rows("replay", bounds=bounds)}
+        seeds = sorted({seed for _, seed in runs})
+        for arm, cells in REPLAY.items():
+            each = [(runs[arm, seed], _last_accuracy(runs["one pass", seed])) for seed in seeds]
+            reached = [tokens for row, aim in each if (tokens := _fraction_until(aim, row)) is not None]
+            accuracy, seconds = (fmean(f(row) for row, _ in each) for f in (_last_accuracy, lambda row: row.seconds))
+            rate = rate_name(each[0][0].settings["learning_rate"])
+            tokens = f"{fmean(reached):.2f} ({len(reached)})"
+            lines.append([bounds, *cells, rate, str(len(each)), f"{accuracy:.3f}", tokens, f"{seconds:.0f}"])
+    header = ["bounds", "samples", "zero-advantage replaced", "learning rate", "seeds", "accuracy"]
+    return markdown([*header, "tokens", "seconds"], lines)
+
+
+def _last_accuracy(row: Row) -> float:
+    """Return the mean of the last two measurements."""
+    return fmean(accuracy for _, accuracy in row.curve[-2:])
+
+
+def _fraction_until(aim: float, row: Row) -> float | None:
+    """Return the fraction of a run's generations until an accuracy is reached, between measurements by a line."""
+    for (before, low), (after, high) in pairwise(row.curve):
+        if high >= aim:
+            part = (aim - low) / (high - low) if low < aim else 0.0
+            return (before + part * (after - before)) / row.curve[-1][0]
+    return None
+
+
 def lora_transfer_table() -> str:
     """Return how far vLLM's weights are from the trainer's policy, by the share of the adapter."""
     results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
@@ -263,9 +305,7 @@ def async_table() -> str:
     places = []
     for staleness in (1, 4, 16, 64):
         runs = rows("async_staleness", staleness=staleness)
-        pilot = [row for row in runs if row.seed == 0]  # chose the rates, the lower one of equals
-        pilot.sort(key=lambda row: (row.final or 0, -row.sweep["learning_rate"]))
-        best = {row.arm: row.sweep["learning_rate"] for row in pilot}
+        best = best_rates((row for row in runs if row.seed == 0), lambda row: row.arm)
         found = finals(row for row in runs if row.seed > 0 and row.sweep["learning_rate"] == best[row.arm])
         rates = {arm: rate_name(rate) for arm, rate in best.items()}
         places.append((str(staleness), {arm: found[arm] for arm in ASYNC_METHODS}, rates))
@@ -277,6 +317,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "methods_by_updates": methods_table,
     "variants": variants_table,
     "weights": weights_table,
+    "replay": replay_table,
     "chat": lambda: final_table(chat_settings(), AGAINST, OTHERS, CHAT_NAMES),
     "tied": lambda: final_table(
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"

@@ -7,7 +7,7 @@ from PIL import Image
 from scipy import stats
 
 from bapo_trl.compare.results import Row, write_row
-from benchmarks import chat_figure, common, llm_speed, pages
+from benchmarks import common, llm_speed, pages, study_figures
 from benchmarks.common import RESULTS
 
 
@@ -105,9 +105,15 @@ def test_the_chat_study_shows_settings_whose_seeds_are_all_there(tmp_path):
     assert list(pages.chat_settings()) == [
         "chain_sum, 4 updates", "chain_sum, 16 updates", "leg_counting, 16 updates",
     ]  # fmt: skip
-    chat_figure.draw(pages.chat_settings(), tmp_path / "figure.png")
+    study_figures.draw_differences(pages.chat_settings(), tmp_path / "figure.png")
     with Image.open(tmp_path / "figure.png") as figure:
         assert figure.width > figure.height
+
+
+def test_the_accuracies_of_the_methods_are_drawn_as_published(tmp_path):
+    study_figures.draw_methods(tmp_path / "figure.png")
+    with Image.open(tmp_path / "figure.png") as drawn, Image.open(common.ROOT / "docs" / "methods_study.png") as shown:
+        assert drawn.size == shown.size
 
 
 def test_ratios_of_speed_are_of_pairs():

@@ -8,6 +8,7 @@ import yaml
 
 from bapo_trl.compare.results import Row
 from benchmarks import regime_verdict as rules
+from benchmarks.common import best_rate
 from benchmarks.rambling_totals import LIMITS
 from benchmarks.regime_studies import studies
 
@@ -45,7 +46,7 @@ def pilot(updates: int, contribution: float, **finals: dict[float, float]) -> li
     ],
 )
 def test_the_best_rate_has_a_rate_on_both_sides(finals, best, beside, robust):
-    assert (rules.best_rate(finals), rules.next_rate(finals), rules.robustness(finals)) == (best, beside, robust)
+    assert (best_rate(finals), rules.next_rate(finals), rules.robustness(finals)) == (best, beside, robust)
 
 
 def test_more_spread_takes_more_seeds():
@@ -98,11 +99,15 @@ def test_the_studies_that_follow_have_the_rates_of_the_pilot():
     design = yaml.safe_load(Path("benchmarks/studies/regime_pilot.yaml").read_text())
     inner, outer = {1e-4: 0.4, 2e-4: 0.5, 4e-4: 0.4}, {2e-4: 0.3, 4e-4: 0.4, 8e-4: 0.5}
     finals = rules.finals_by_rate(pilot(16, 0.1, VESPO=inner, GRPO=outer) + pilot(64, 0.2, BAPO=inner))
-    (more,) = studies("rates", design, finals, 0)
+    (more,) = studies("rates", design, finals)
     assert list(more["arms"]) == ["GRPO"]
     assert more["over"] == {"steps_per_generation": [16], "max_completion_length": [117], "learning_rate": [1.6e-3]}
-    assert [list(study["arms"]) for study in studies("spread", design, finals, 0)] == [["VESPO", "GRPO"]]
+    assert [list(study["arms"]) for study in studies("spread", design, finals)] == [["VESPO", "GRPO"]]
     first, second = studies("main", design, finals, 3)
     assert {arm: flags["learning_rate"] for arm, flags in first["arms"].items()} == {"VESPO": 2e-4, "GRPO": 8e-4}
     assert (second["over"]["max_completion_length"], second["seeds"]) == ([52], [0, 1, 2])
     assert list(second["arms"]) == ["BAPO"]
+    kept = [*rows(16, 0.1, GRPO=0.1), *rows(64, 0.2, BAPO=0.1)]
+    kept = [row for row in kept if (row.arm, row.seed) != ("GRPO", 1)]
+    (rest,) = studies("main", design, finals, 3, kept)
+    assert (rest["over"], rest["seeds"]) == (first["over"], [1])

@@ -1,21 +1,29 @@
 """
-Draw the differences in final accuracy from VESPO of the chat study, in the settings whose runs are complete.
+Draw the figures of the study pages from the runs in `benchmarks/results/`.
 
-    python -m benchmarks.chat_figure  # writes docs/chat_study.png
+    python -m benchmarks.study_figures  # writes docs/chat_study.png and docs/methods_study.png
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from bapo_trl.compare.figure import save_figure
 from bapo_trl.compare.statistics import differences
+from bapo_trl.compare.tables import compare
 from benchmarks.common import ROOT
-from benchmarks.pages import AGAINST, CHAT_NAMES, OTHERS, Finals, chat_settings
+from benchmarks.pages import AGAINST, CHAT_NAMES, OTHERS, STALE, TASK, UPDATES, Finals, chat_settings, rows
 
 
-FIGURE = ROOT / "docs" / "chat_study.png"
+METHODS = ("GRPO", "clip-higher", "BAPO")
 
 
-def draw(panels: Mapping[str, Finals], path: Path) -> None:
+def draw_methods(path: Path) -> None:
+    """Draw the accuracy of three methods on running totals over the updates, with a panel for each staleness."""
+    runs = [row for name in STALE for row in rows("stability", **{TASK: "running totals", UPDATES: name})]
+    save_figure(compare([row for row in runs if row.arm in METHODS], METHODS, "BAPO"), path)
+
+
+def draw_differences(panels: Mapping[str, Finals], path: Path) -> None:
     """Draw a panel for each setting: the difference from VESPO of each seed, and their mean with its interval."""
     from matplotlib.figure import Figure
 
@@ -38,6 +46,10 @@ def draw(panels: Mapping[str, Finals], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def main() -> None:
+    draw_differences(chat_settings(), ROOT / "docs" / "chat_study.png")
+    draw_methods(ROOT / "docs" / "methods_study.png")
+
+
 if __name__ == "__main__":
-    draw(chat_settings(), FIGURE)
-    print(f"Written: {FIGURE.relative_to(ROOT)}")
+    main()
