@@ -25,7 +25,8 @@ from typing import Any
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
-from benchmarks.common import RESULTS, ROOT, best_rates, describe_run
+from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
+from benchmarks.regime_verdict import Setting, finals_by_rate, setting_of
 
 
 MARK = re.compile(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -263,6 +264,33 @@ def _fraction_until(aim: float, row: Row) -> float | None:
     return None
 
 
+def regime_table(cell: Callable[[Setting, str], str]) -> str:
+    """Return a table with a line for each staleness and method, and a cell for each positive contribution."""
+    settings = sorted({setting_of(row) for row in rows("regime_pilot")})
+    contributions = sorted({contribution for _, contribution in settings})
+    lines = [
+        [str(updates), arm, *(cell((updates, each), arm) for each in contributions)]
+        for updates in sorted({updates for updates, _ in settings})
+        for arm in dict.fromkeys(row.arm for row in rows("regime_pilot"))
+    ]
+    return markdown([UPDATES, "method", *(f"contribution {each:g}" for each in contributions)], lines)
+
+
+def regime_rates_table() -> str:
+    """Return each method's best learning rate on the pilot seed, and the accuracy at half, once and twice the rate."""
+    pilot = finals_by_rate(rows("regime_pilot"))
+
+    def cell(setting: Setting, arm: str) -> str:
+        if arm not in pilot[setting]:
+            return "-"
+        by_rate = pilot[setting][arm]
+        best = best_rate(by_rate)
+        beside = (f"{by_rate[rate]:.2f}" if rate in by_rate else "-" for rate in (best / 2, best, best * 2))
+        return f"{rate_name(best)}: {', '.join(beside)}"
+
+    return regime_table(cell)
+
+
 def lora_transfer_table() -> str:
     """Return how far vLLM's weights are from the trainer's policy, by the share of the adapter."""
     results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
@@ -326,6 +354,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overlap_time": overlap_time_table,
     "overlap_accuracy": overlap_accuracy_table,
     "async": async_table,
+    "regime_rates": regime_rates_table,
     "scopes": lambda: long_table(
         UPDATES, [(name, finals(rows(f"scopes_{name}")), {}) for name in STALE], "batch", "scope"
     ),
@@ -360,7 +389,8 @@ def keep(folder: Path, commit: str) -> None:
         row["settings"].pop("seed", None)  # stands beside them
     runs = kept | {run: row for run, row in made.items() if row["error"] is None or run not in kept}
     _check_parts(list(runs.values()))
-    base = dict(set.intersection(*({(k, str(v)) for k, v in run["settings"].items()} for run in runs.values())))
+    common = set.intersection(*({(k, str(v)) for k, v in run["settings"].items()} for run in runs.values()))
+    base = dict(sorted(common))
     for row in runs.values():
         row["settings"] = {key: value for key, value in row["settings"].items() if key not in base}
     about = describe_run("pages")

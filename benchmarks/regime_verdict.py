@@ -12,7 +12,7 @@ from statistics import fmean
 
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import Difference, differences, seeds_for
-from benchmarks.common import RESULTS, best_rate
+from benchmarks.common import RESULTS, best_rate, best_rates
 from benchmarks.rambling_totals import LIMITS
 
 
@@ -119,6 +119,13 @@ def verdict(rows: Iterable[Row], pilot: Iterable[Row]) -> Iterator[str]:
         found = threshold(by_contribution)
         text = f"{found[0]} up to a contribution of {found[1]:g}" if found else f"nothing changes, {AGAINST}"
         yield f"advice at {updates} updates per generation: {text}"
+
+
+def at_best_rates(pilot: Iterable[Row]) -> list[Row]:
+    """Return the run of each method at its best learning rate in each setting."""
+    pilot = list(pilot)
+    rates = best_rates(pilot, lambda row: (setting_of(row), row.arm))
+    return [row for row in pilot if row.sweep["learning_rate"] == rates[setting_of(row), row.arm]]
 
 
 def main() -> None:

@@ -1,17 +1,21 @@
 """
 Draw the figures of the study pages from the runs in `benchmarks/results/`.
 
-    python -m benchmarks.study_figures  # writes docs/chat_study.png and docs/methods_study.png
+    python -m benchmarks.study_figures  # writes docs/chat_study.png, methods_study.png and regime_study.png
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from bapo_trl.compare.figure import save_figure
-from bapo_trl.compare.statistics import differences
+from bapo_trl.compare.results import Row
+from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import compare
 from benchmarks.common import ROOT
 from benchmarks.pages import AGAINST, CHAT_NAMES, OTHERS, STALE, TASK, UPDATES, Finals, chat_settings, rows
+from benchmarks.regime_verdict import APART, at_best_rates, by_setting
 
 
 METHODS = ("GRPO", "clip-higher", "BAPO")
@@ -46,9 +50,36 @@ def draw_differences(panels: Mapping[str, Finals], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_contributions(runs: Iterable[Row], path: Path) -> None:
+    """Draw final accuracy over positive contribution at the start: a panel for each staleness, a line per method."""
+    from matplotlib.figure import Figure
+
+    settings = by_setting(runs)
+    stalenesses = sorted({updates for updates, _ in settings})
+    figure = Figure(figsize=(4.8 * len(stalenesses), 4.2), layout="constrained")
+    every_axes = figure.subplots(1, len(stalenesses), squeeze=False, sharey=True)[0]
+    for axes, updates in zip(every_axes, stalenesses, strict=True):
+        places = sorted(contribution for each, contribution in settings if each == updates)
+        for arm in dict.fromkeys(arm for place in places for arm in settings[updates, place]):
+            found = {
+                place: mean_over_seeds(list(settings[updates, place][arm].values()))
+                for place in places
+                if arm in settings[updates, place]
+            }
+            values, widths = (np.array([getattr(m, name) for m in found.values()]) for name in ("value", "half_width"))
+            (line,) = axes.plot(list(found), values, "o--" if arm == APART else "o-", label=arm, markersize=4)
+            axes.fill_between(list(found), values - widths, values + widths, alpha=0.15, color=line.get_color())
+        axes.set(title=f"{updates} updates per generation", xlabel="positive contribution at the start", xticks=places)
+        axes.grid(alpha=0.25)
+    every_axes[0].set_ylabel("final accuracy (band: 95 % interval)")
+    figure.legend(*every_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     draw_differences(chat_settings(), ROOT / "docs" / "chat_study.png")
     draw_methods(ROOT / "docs" / "methods_study.png")
+    draw_contributions(at_best_rates(rows("regime_pilot")), ROOT / "docs" / "regime_study.png")
 
 
 if __name__ == "__main__":
