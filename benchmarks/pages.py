@@ -26,7 +26,7 @@ from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
-from benchmarks.regime_verdict import Setting, finals_by_rate, setting_of
+from benchmarks.regime_verdict import ARMS, Setting, finals_by_rate, setting_of
 
 
 MARK = re.compile(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -271,7 +271,7 @@ def regime_table(cell: Callable[[Setting, str], str]) -> str:
     lines = [
         [str(updates), arm, *(cell((updates, each), arm) for each in contributions)]
         for updates in sorted({updates for updates, _ in settings})
-        for arm in dict.fromkeys(row.arm for row in rows("regime_pilot"))
+        for arm in ARMS
     ]
     return markdown([UPDATES, "method", *(f"contribution {each:g}" for each in contributions)], lines)
 

@@ -17,6 +17,7 @@ from benchmarks.rambling_totals import LIMITS
 
 
 AGAINST, APART = "VESPO", "GSPO"
+ARMS = ("GRPO", "clip-higher", "BAPO", "widest bounds", AGAINST, "VESPO, half the weight", APART)
 OTHERS = 5  # arms that are compared with VESPO
 RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
 LEVEL, MARGIN = 0.05, 0.1

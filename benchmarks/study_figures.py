@@ -15,7 +15,7 @@ from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import compare
 from benchmarks.common import ROOT
 from benchmarks.pages import AGAINST, CHAT_NAMES, OTHERS, STALE, TASK, UPDATES, Finals, chat_settings, rows
-from benchmarks.regime_verdict import APART, at_best_rates, by_setting
+from benchmarks.regime_verdict import APART, ARMS, at_best_rates, by_setting
 
 
 METHODS = ("GRPO", "clip-higher", "BAPO")
@@ -60,7 +60,8 @@ def draw_contributions(runs: Iterable[Row], path: Path) -> None:
     every_axes = figure.subplots(1, len(stalenesses), squeeze=False, sharey=True)[0]
     for axes, updates in zip(every_axes, stalenesses, strict=True):
         places = sorted(contribution for each, contribution in settings if each == updates)
-        for arm in dict.fromkeys(arm for place in places for arm in settings[updates, place]):
+        arms = (arm for arm in ARMS if any(arm in settings[updates, place] for place in places))
+        for arm in arms:
             found = {
                 place: mean_over_seeds(list(settings[updates, place][arm].values()))
                 for place in places
@@ -71,7 +72,8 @@ def draw_contributions(runs: Iterable[Row], path: Path) -> None:
             axes.fill_between(list(found), values - widths, values + widths, alpha=0.15, color=line.get_color())
         axes.set(title=f"{updates} updates per generation", xlabel="positive contribution at the start", xticks=places)
         axes.grid(alpha=0.25)
-    every_axes[0].set_ylabel("final accuracy (band: 95 % interval)")
+    seeds = max(len(by_seed) for finals in settings.values() for by_seed in finals.values())
+    every_axes[0].set_ylabel(f"final accuracy ({'band: 95 % interval' if seeds > 1 else 'one seed'})")
     figure.legend(*every_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=110)
 

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 from bapo_trl.compare.results import Row
 from benchmarks import regime_verdict as rules
+from benchmarks import study_figures
 from benchmarks.common import best_rate
 from benchmarks.rambling_totals import LIMITS
 from benchmarks.regime_studies import studies
@@ -47,6 +49,16 @@ def pilot(updates: int, contribution: float, **finals: dict[float, float]) -> li
 )
 def test_the_best_rate_has_a_rate_on_both_sides(finals, best, beside, robust):
     assert (best_rate(finals), rules.next_rate(finals), rules.robustness(finals)) == (best, beside, robust)
+
+
+def test_of_the_pilot_the_runs_at_the_best_rates_are_shown(tmp_path):
+    tried = pilot(16, 0.1, GRPO={2e-4: 0.3, 4e-4: 0.6}, VESPO={2e-4: 0.5})
+    tried += pilot(64, 0.1, GRPO={2e-4: 0.2, 4e-4: 0.1})
+    assert [row.final for row in rules.at_best_rates(tried)] == [0.6, 0.5, 0.2]
+    for name, runs in {"one seed": rules.at_best_rates(tried), "several": rows(16, 0.1, GRPO=0.1)}.items():
+        study_figures.draw_contributions(runs, tmp_path / f"{name}.png")
+    with Image.open(tmp_path / "one seed.png") as two_panels, Image.open(tmp_path / "several.png") as one_panel:
+        assert two_panels.width == 2 * one_panel.width
 
 
 def test_more_spread_takes_more_seeds():
