@@ -26,7 +26,7 @@ from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
-from benchmarks.regime_verdict import ARMS, Setting, finals_by_rate, setting_of
+from benchmarks.regime_verdict import ARMS, finals_by_rate
 
 
 MARK = re.compile(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -264,31 +264,21 @@ def _fraction_until(aim: float, row: Row) -> float | None:
     return None
 
 
-def regime_table(cell: Callable[[Setting, str], str]) -> str:
-    """Return a table with a line for each staleness and method, and a cell for each positive contribution."""
-    settings = sorted({setting_of(row) for row in rows("regime_pilot")})
-    contributions = sorted({contribution for _, contribution in settings})
-    lines = [
-        [str(updates), arm, *(cell((updates, each), arm) for each in contributions)]
-        for updates in sorted({updates for updates, _ in settings})
-        for arm in ARMS
-    ]
-    return markdown([UPDATES, "method", *(f"contribution {each:g}" for each in contributions)], lines)
-
-
 def regime_rates_table() -> str:
     """Return each method's best learning rate on the pilot seed, and the accuracy at half, once and twice the rate."""
     pilot = finals_by_rate(rows("regime_pilot"))
+    stalenesses, contributions = (sorted(set(values)) for values in zip(*pilot, strict=True))
 
-    def cell(setting: Setting, arm: str) -> str:
-        if arm not in pilot[setting]:
-            return "-"
-        by_rate = pilot[setting][arm]
+    def cell(by_rate: Mapping[float, float]) -> str:
         best = best_rate(by_rate)
-        beside = (f"{by_rate[rate]:.2f}" if rate in by_rate else "-" for rate in (best / 2, best, best * 2))
-        return f"{rate_name(best)}: {', '.join(beside)}"
+        return f"{rate_name(best)}: {', '.join(f'{by_rate[rate]:.2f}' for rate in (best / 2, best, best * 2))}"
 
-    return regime_table(cell)
+    lines = [
+        [str(updates), arm, *(cell(pilot[updates, each][arm]) for each in contributions)]
+        for updates in stalenesses
+        for arm in ARMS
+    ]
+    return markdown([UPDATES, "method", *(f"contribution {each:g}" for each in contributions)], lines)
 
 
 def lora_transfer_table() -> str:

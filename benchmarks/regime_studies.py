@@ -61,8 +61,8 @@ def main() -> None:
     options = parser.parse_args()
     pilot = yaml.safe_load((ROOT / "benchmarks" / "studies" / "regime_pilot.yaml").read_text())
     finals = finals_by_rate(read_rows(RESULTS / "regime_pilot.json").values())
-    path = RESULTS / f"{FOLDERS[options.stage]}.json"
-    kept = read_rows(path).values() if path.exists() else ()
+    results = RESULTS / f"{FOLDERS[options.stage]}.json"
+    kept = read_rows(results).values() if results.exists() else ()
     folder = ROOT / "outputs" / "studies"
     folder.mkdir(parents=True, exist_ok=True)
     for number, study in enumerate(studies(options.stage, pilot, finals, options.seeds, kept), start=1):

@@ -60,13 +60,8 @@ def draw_contributions(runs: Iterable[Row], path: Path) -> None:
     every_axes = figure.subplots(1, len(stalenesses), squeeze=False, sharey=True)[0]
     for axes, updates in zip(every_axes, stalenesses, strict=True):
         places = sorted(contribution for each, contribution in settings if each == updates)
-        arms = (arm for arm in ARMS if any(arm in settings[updates, place] for place in places))
-        for arm in arms:
-            found = {
-                place: mean_over_seeds(list(settings[updates, place][arm].values()))
-                for place in places
-                if arm in settings[updates, place]
-            }
+        for arm in (arm for arm in ARMS if arm in settings[updates, places[0]]):
+            found = {place: mean_over_seeds(list(settings[updates, place][arm].values())) for place in places}
             values, widths = (np.array([getattr(m, name) for m in found.values()]) for name in ("value", "half_width"))
             (line,) = axes.plot(list(found), values, "o--" if arm == APART else "o-", label=arm, markersize=4)
             axes.fill_between(list(found), values - widths, values + widths, alpha=0.15, color=line.get_color())
