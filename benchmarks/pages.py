@@ -14,6 +14,7 @@ over the seeds that both of its sides have, and equals the difference of the acc
 import argparse
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -26,7 +27,18 @@ from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
-from benchmarks.regime_verdict import ARMS, finals_by_rate
+from benchmarks.regime_verdict import (
+    ARMS,
+    LEVEL,
+    SEEDS,
+    Setting,
+    by_setting,
+    compared,
+    finals_by_rate,
+    robustness,
+    setting_of,
+    study_rows,
+)
 
 
 MARK = re.compile(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -264,21 +276,68 @@ def _fraction_until(aim: float, row: Row) -> float | None:
     return None
 
 
+def regime_grid(
+    settings: Iterable[Setting], seeds: int, cell: Callable[[Setting, str], str], names: Sequence[str] = ARMS
+) -> str:
+    """Return a table with a line for each staleness and method, and a column for each positive contribution."""
+    stalenesses, contributions = (sorted(set(values)) for values in zip(*settings, strict=True))
+    lines = [
+        [str(updates), name, str(seeds), *(cell((updates, each), name) for each in contributions)]
+        for updates in stalenesses
+        for name in names
+    ]
+    return markdown([UPDATES, "method", "seeds", *(f"contribution {each:g}" for each in contributions)], lines)
+
+
 def regime_rates_table() -> str:
     """Return each method's best learning rate on the pilot seed, and the accuracy at half, once and twice the rate."""
     pilot = finals_by_rate(rows("regime_pilot"))
-    stalenesses, contributions = (sorted(set(values)) for values in zip(*pilot, strict=True))
 
-    def cell(by_rate: Mapping[float, float]) -> str:
+    def cell(setting: Setting, arm: str) -> str:
+        by_rate = pilot[setting][arm]
         best = best_rate(by_rate)
         return f"{rate_name(best)}: {', '.join(f'{by_rate[rate]:.2f}' for rate in (best / 2, best, best * 2))}"
 
-    lines = [
-        [str(updates), arm, *(cell(pilot[updates, each][arm]) for each in contributions)]
-        for updates in stalenesses
-        for arm in ARMS
-    ]
-    return markdown([UPDATES, "method", *(f"contribution {each:g}" for each in contributions)], lines)
+    return regime_grid(pilot, 1, cell)
+
+
+def regime_table() -> str:
+    """Return final accuracies, and differences from VESPO with intervals that hold for the five at once."""
+    runs = by_setting(study_rows())
+    found = {(setting, each.arm): each for setting, by_arm in runs.items() for each in compared(by_arm)}
+
+    def cell(setting: Setting, arm: str) -> str:
+        mean = f"{fmean(runs[setting][arm].values()):.3f}"
+        if (setting, arm) not in found:
+            return mean
+        text = f"{mean} ({with_interval(found[setting, arm].mean, '.3f', '+')})"
+        return f"**{text}**" if found[setting, arm].p_value < LEVEL else text
+
+    return regime_grid(runs, len(SEEDS), cell)
+
+
+def regime_lead_table() -> str:
+    """Return the lead of BAPO over GRPO in final accuracy."""
+    runs = by_setting(study_rows())
+
+    def cell(setting: Setting, name: str) -> str:
+        (lead,) = differences(runs[setting], [("BAPO", "GRPO")])
+        return with_interval(lead.mean, ".3f", "+")
+
+    return regime_grid(runs, len(SEEDS), cell, ["BAPO - GRPO"])
+
+
+def regime_course_table() -> str:
+    """Return mean accuracy over training, worst fall (means over seeds) and robustness (on the pilot seed)."""
+    tried, runs = finals_by_rate(rows("regime_pilot")), defaultdict(list)
+    for row in study_rows():
+        runs[setting_of(row), row.arm].append((row.mean_accuracy, row.max_drawdown))
+
+    def cell(setting: Setting, arm: str) -> str:
+        means = map(fmean, zip(*runs[setting, arm], strict=True))
+        return ", ".join(f"{value:.2f}" for value in (*means, robustness(tried[setting][arm])))
+
+    return regime_grid(by_setting(study_rows()), len(SEEDS), cell)
 
 
 def lora_transfer_table() -> str:
@@ -344,6 +403,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "overlap_time": overlap_time_table,
     "overlap_accuracy": overlap_accuracy_table,
     "async": async_table,
+    "regime": regime_table,
+    "regime_lead": regime_lead_table,
+    "regime_course": regime_course_table,
     "regime_rates": regime_rates_table,
     "scopes": lambda: long_table(
         UPDATES, [(name, finals(rows(f"scopes_{name}")), {}) for name in STALE], "batch", "scope"

@@ -6,13 +6,13 @@ its results. Only `main` reads files.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from statistics import fmean
 
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import Difference, differences, seeds_for
-from benchmarks.common import RESULTS, best_rate, best_rates
+from benchmarks.common import RESULTS, best_rate
 from benchmarks.rambling_totals import LIMITS
 
 
@@ -22,9 +22,14 @@ OTHERS = 5  # arms that are compared with VESPO
 RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
 LEVEL, MARGIN = 0.05, 0.1
 DIFFERENCE, FEWEST, MOST = 0.03, 5, 12
-STALENESSES = (16, 64)
+SEEDS = range(4)  # that all methods have in all settings; `regime.json` may have some runs of the next ones
 
 Setting = tuple[int, float]  # updates per generation, positive contribution at the start
+
+
+def study_rows() -> list[Row]:
+    """Return the runs that are compared, of the seeds that are complete."""
+    return [row for row in read_rows(RESULTS / "regime.json").values() if row.seed in SEEDS]
 
 
 def setting_of(row: Row) -> Setting:
@@ -109,24 +114,19 @@ def threshold(names: Mapping[float, str]) -> tuple[str, float] | None:
     return None if arm == AGAINST else (arm, last)
 
 
-def verdict(rows: Iterable[Row], pilot: Iterable[Row]) -> Iterator[str]:
-    """Yield the results of rules 5 and 6, one line each."""
-    rates, names = finals_by_rate(pilot), defaultdict(dict)
+def names(rows: Iterable[Row], pilot: Iterable[Row]) -> dict[int, dict[float, str]]:
+    """Return the best method of each setting by rule 5: by updates per generation, then by contribution."""
+    rates, best = finals_by_rate(pilot), defaultdict(dict)
     for (updates, contribution), finals in sorted(by_setting(rows).items()):
         robust = {arm: robustness(by_rate) for arm, by_rate in rates[updates, contribution].items()}
-        arm = names[updates][contribution] = named(finals, robust)
-        yield f"{updates} updates per generation, contribution {contribution:g}: {arm}"
-    for updates, by_contribution in names.items():
-        found = threshold(by_contribution)
-        text = f"{found[0]} up to a contribution of {found[1]:g}" if found else f"nothing changes, {AGAINST}"
-        yield f"advice at {updates} updates per generation: {text}"
+        best[updates][contribution] = named(finals, robust)
+    return best
 
 
-def at_best_rates(pilot: Iterable[Row]) -> list[Row]:
-    """Return the run of each method at its best learning rate in each setting."""
-    pilot = list(pilot)
-    rates = best_rates(pilot, lambda row: (setting_of(row), row.arm))
-    return [row for row in pilot if row.sweep["learning_rate"] == rates[setting_of(row), row.arm]]
+def advice(best: Mapping[float, str]) -> str:
+    """Return the advice at a staleness by rule 6, as text, from the best method by contribution."""
+    found = threshold(best)
+    return f"{found[0]} up to a contribution of {found[1]:g}" if found else f"nothing changes, {AGAINST}"
 
 
 def main() -> None:
@@ -134,8 +134,10 @@ def main() -> None:
     for setting, arms in finals_by_rate(pilot).items():
         for arm, finals in arms.items():
             print(*setting, arm, f"best {best_rate(finals):g}, next {next_rate(finals) or '-'}", dict(finals))
-    if (RESULTS / "regime.json").exists():
-        print(*verdict(read_rows(RESULTS / "regime.json").values(), pilot), sep="\n")
+    seeds = number_of_seeds(read_rows(RESULTS / "regime_spread.json").values())
+    print(f"seeds to show {DIFFERENCE}: {seeds}; at least {FEWEST} and at most {MOST} are run")
+    for updates, best in names(study_rows(), pilot).items():
+        print(f"{updates} updates per generation: {advice(best)}", best)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import compare
 from benchmarks.common import ROOT
 from benchmarks.pages import AGAINST, CHAT_NAMES, OTHERS, STALE, TASK, UPDATES, Finals, chat_settings, rows
-from benchmarks.regime_verdict import APART, ARMS, at_best_rates, by_setting
+from benchmarks.regime_verdict import APART, ARMS, by_setting, study_rows
 
 
 METHODS = ("GRPO", "clip-higher", "BAPO")
@@ -64,11 +64,10 @@ def draw_contributions(runs: Iterable[Row], path: Path) -> None:
             found = {place: mean_over_seeds(list(settings[updates, place][arm].values())) for place in places}
             values, widths = (np.array([getattr(m, name) for m in found.values()]) for name in ("value", "half_width"))
             (line,) = axes.plot(list(found), values, "o--" if arm == APART else "o-", label=arm, markersize=4)
-            axes.fill_between(list(found), values - widths, values + widths, alpha=0.15, color=line.get_color())
+            axes.fill_between(list(found), values - widths, values + widths, alpha=0.08, color=line.get_color())
         axes.set(title=f"{updates} updates per generation", xlabel="positive contribution at the start", xticks=places)
         axes.grid(alpha=0.25)
-    seeds = max(len(by_seed) for finals in settings.values() for by_seed in finals.values())
-    every_axes[0].set_ylabel(f"final accuracy ({'band: 95 % interval' if seeds > 1 else 'one seed'})")
+    every_axes[0].set_ylabel("final accuracy (band: 95 % interval)")
     figure.legend(*every_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=110)
 
@@ -76,7 +75,7 @@ def draw_contributions(runs: Iterable[Row], path: Path) -> None:
 def main() -> None:
     draw_differences(chat_settings(), ROOT / "docs" / "chat_study.png")
     draw_methods(ROOT / "docs" / "methods_study.png")
-    draw_contributions(at_best_rates(rows("regime_pilot")), ROOT / "docs" / "regime_study.png")
+    draw_contributions(study_rows(), ROOT / "docs" / "regime_study.png")
 
 
 if __name__ == "__main__":
