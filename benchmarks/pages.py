@@ -30,12 +30,10 @@ from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
 from benchmarks.regime_verdict import (
     ARMS,
     LEVEL,
-    SEEDS,
     Setting,
     by_setting,
     compared,
     finals_by_rate,
-    robustness,
     setting_of,
     study_rows,
 )
@@ -276,13 +274,12 @@ def _fraction_until(aim: float, row: Row) -> float | None:
     return None
 
 
-def regime_grid(
-    settings: Iterable[Setting], seeds: int, cell: Callable[[Setting, str], str], names: Sequence[str] = ARMS
-) -> str:
+def regime_grid(runs: Sequence[Row], cell: Callable[[Setting, str], str], names: Sequence[str] = ARMS) -> str:
     """Return a table with a line for each staleness and method, and a column for each positive contribution."""
-    stalenesses, contributions = (sorted(set(values)) for values in zip(*settings, strict=True))
+    stalenesses, contributions = (sorted(set(values)) for values in zip(*map(setting_of, runs), strict=True))
+    seeds = str(len({row.seed for row in runs}))
     lines = [
-        [str(updates), name, str(seeds), *(cell((updates, each), name) for each in contributions)]
+        [str(updates), name, seeds, *(cell((updates, each), name) for each in contributions)]
         for updates in stalenesses
         for name in names
     ]
@@ -298,46 +295,47 @@ def regime_rates_table() -> str:
         best = best_rate(by_rate)
         return f"{rate_name(best)}: {', '.join(f'{by_rate[rate]:.2f}' for rate in (best / 2, best, best * 2))}"
 
-    return regime_grid(pilot, 1, cell)
+    return regime_grid(rows("regime_pilot"), cell)
 
 
 def regime_table() -> str:
     """Return final accuracies, and differences from VESPO with intervals that hold for the five at once."""
-    runs = by_setting(study_rows())
-    found = {(setting, each.arm): each for setting, by_arm in runs.items() for each in compared(by_arm)}
+    runs = study_rows()
+    accuracies = by_setting(runs)
+    found = {(setting, each.arm): each for setting, by_arm in accuracies.items() for each in compared(by_arm)}
 
     def cell(setting: Setting, arm: str) -> str:
-        mean = f"{fmean(runs[setting][arm].values()):.3f}"
+        mean = f"{fmean(accuracies[setting][arm].values()):.3f}"
         if (setting, arm) not in found:
             return mean
         text = f"{mean} ({with_interval(found[setting, arm].mean, '.3f', '+')})"
         return f"**{text}**" if found[setting, arm].p_value < LEVEL else text
 
-    return regime_grid(runs, len(SEEDS), cell)
+    return regime_grid(runs, cell)
 
 
 def regime_lead_table() -> str:
     """Return the lead of BAPO over GRPO in final accuracy."""
-    runs = by_setting(study_rows())
+    runs = study_rows()
+    accuracies = by_setting(runs)
 
     def cell(setting: Setting, name: str) -> str:
-        (lead,) = differences(runs[setting], [("BAPO", "GRPO")])
+        (lead,) = differences(accuracies[setting], [("BAPO", "GRPO")])
         return with_interval(lead.mean, ".3f", "+")
 
-    return regime_grid(runs, len(SEEDS), cell, ["BAPO - GRPO"])
+    return regime_grid(runs, cell, ["BAPO - GRPO"])
 
 
 def regime_course_table() -> str:
-    """Return mean accuracy over training, worst fall (means over seeds) and robustness (on the pilot seed)."""
-    tried, runs = finals_by_rate(rows("regime_pilot")), defaultdict(list)
-    for row in study_rows():
-        runs[setting_of(row), row.arm].append((row.mean_accuracy, row.max_drawdown))
+    """Return mean accuracy over training and max drawdown, means over seeds."""
+    runs, courses = study_rows(), defaultdict(list)
+    for row in runs:
+        courses[setting_of(row), row.arm].append((row.mean_accuracy, row.max_drawdown))
 
     def cell(setting: Setting, arm: str) -> str:
-        means = map(fmean, zip(*runs[setting, arm], strict=True))
-        return ", ".join(f"{value:.2f}" for value in (*means, robustness(tried[setting][arm])))
+        return ", ".join(f"{fmean(values):.2f}" for values in zip(*courses[setting, arm], strict=True))
 
-    return regime_grid(by_setting(study_rows()), len(SEEDS), cell)
+    return regime_grid(runs, cell)
 
 
 def lora_transfer_table() -> str:

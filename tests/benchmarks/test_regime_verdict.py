@@ -1,6 +1,7 @@
 """The rules of the study of few positive tokens, on synthetic rows."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -80,10 +81,12 @@ def test_a_setting_names_the_method_that_is_better_or_more_robust(above, robust,
     assert rules.named(finals, robust) == arm
 
 
-def test_a_missing_seed_is_an_error():
-    (finals,) = rules.by_setting(rows(16, 0.1, GRPO=0.1)[:-1]).values()
-    with pytest.raises(ValueError, match="GRPO has seeds"):
-        rules.compared(finals)
+def test_only_seeds_of_all_methods_and_settings_are_compared(tmp_path, monkeypatch):
+    made = [*rows(16, 0.1, GSPO=0.1)[:-1], *rows(64, 0.1, GSPO=0.1)]  # the last seed of GSPO is missing in a setting
+    (tmp_path / "regime.json").write_text(json.dumps({"settings": {}, "rows": [asdict(row) for row in made]}))
+    monkeypatch.setattr(rules, "RESULTS", tmp_path)
+    assert sorted({row.seed for row in rules.study_rows()}) == [0, 1, 2, 3, 4]
+    assert len(rules.study_rows()) == 4 * 5
 
 
 def test_the_advice_changes_up_to_the_contribution_where_one_method_is_named_throughout():
@@ -94,7 +97,7 @@ def test_the_advice_changes_up_to_the_contribution_where_one_method_is_named_thr
     same = {1e-4: 0.4, 2e-4: 0.5, 4e-4: 0.4}
     settings = [(16, 0.1), (16, 0.2), (16, 0.35), (64, 0.1), (64, 0.35)]
     tried = [row for setting in settings for row in pilot(*setting, VESPO=same, BAPO=same, GRPO=same)]
-    best = rules.names(made, tried)
+    best = rules.best_methods(made, tried)
     assert best == {16: {0.1: "BAPO", 0.2: "BAPO", 0.35: "GRPO"}, 64: {0.1: "VESPO", 0.35: "BAPO"}}
     assert rules.advice(best[16]) == "BAPO up to a contribution of 0.2"
     assert rules.advice(best[64]) == "nothing changes, VESPO"
