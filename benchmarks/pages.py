@@ -33,9 +33,9 @@ from benchmarks.regime_verdict import (
     Setting,
     by_setting,
     compared,
+    complete,
     finals_by_rate,
     setting_of,
-    study_rows,
 )
 
 
@@ -300,7 +300,7 @@ def regime_rates_table() -> str:
 
 def regime_table() -> str:
     """Return final accuracies, and differences from VESPO with intervals that hold for the five at once."""
-    runs = study_rows()
+    runs = complete(rows("regime"))
     accuracies = by_setting(runs)
     found = {(setting, each.arm): each for setting, by_arm in accuracies.items() for each in compared(by_arm)}
 
@@ -316,7 +316,7 @@ def regime_table() -> str:
 
 def regime_lead_table() -> str:
     """Return the lead of BAPO over GRPO in final accuracy."""
-    runs = study_rows()
+    runs = complete(rows("regime"))
     accuracies = by_setting(runs)
 
     def cell(setting: Setting, name: str) -> str:
@@ -328,7 +328,7 @@ def regime_lead_table() -> str:
 
 def regime_course_table() -> str:
     """Return mean accuracy over training and max drawdown, means over seeds."""
-    runs, courses = study_rows(), defaultdict(list)
+    runs, courses = complete(rows("regime")), defaultdict(list)
     for row in runs:
         courses[setting_of(row), row.arm].append((row.mean_accuracy, row.max_drawdown))
 

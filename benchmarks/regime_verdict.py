@@ -1,6 +1,6 @@
 """
 Apply the rules of the study of few positive tokens, which were fixed before its runs (`studies/regime_pilot.yaml`), to
-its results. Only `study_rows` and `main` read files.
+its results. Only `main` reads files.
 
     python -m benchmarks.regime_verdict  # prints the result of each rule for the finished runs
 """
@@ -24,14 +24,6 @@ LEVEL, MARGIN = 0.05, 0.1
 DIFFERENCE, FEWEST, MOST = 0.03, 5, 12
 
 Setting = tuple[int, float]  # updates per generation, positive contribution at the start
-
-
-def study_rows() -> list[Row]:
-    """Return the compared runs, of the seeds that all methods have in all settings: the study grows seed by seed."""
-    rows = list(read_rows(RESULTS / "regime.json").values())
-    made = (set(by_seed) for finals in by_setting(rows).values() for by_seed in finals.values())
-    seeds = set.intersection(*made)
-    return [row for row in rows if row.seed in seeds]
 
 
 def setting_of(row: Row) -> Setting:
@@ -81,8 +73,23 @@ def by_setting(rows: Iterable[Row]) -> dict[Setting, dict[str, dict[int, float]]
     return found
 
 
+def complete(rows: Iterable[Row]) -> list[Row]:
+    """Return the runs of the seeds that all methods have in all settings: the study grows seed by seed."""
+    rows = list(rows)
+    seeds = set.intersection(*(set(by_seed) for finals in by_setting(rows).values() for by_seed in finals.values()))
+    return [row for row in rows if row.seed in seeds]
+
+
 def compared(finals: Mapping[str, Mapping[int, float]]) -> list[Difference]:
-    """Return the difference in final accuracy between each method and VESPO in a setting, by rule 4."""
+    """
+    Return the difference in final accuracy between each method and VESPO in a setting, by rule 4.
+
+    Raises:
+        ValueError: If a method has other seeds than VESPO, as then runs are missing.
+    """
+    for arm, seeds in finals.items():
+        if seeds.keys() != finals[AGAINST].keys() and arm != APART:
+            raise ValueError(f"{arm} has seeds {sorted(seeds)}, and {AGAINST} has {sorted(finals[AGAINST])}.")
     return differences(finals, [(arm, AGAINST) for arm in finals if arm not in (AGAINST, APART)])
 
 
@@ -130,7 +137,7 @@ def main() -> None:
             print(*setting, arm, f"best {best_rate(finals):g}, next {next_rate(finals) or '-'}", dict(finals))
     seeds = number_of_seeds(read_rows(RESULTS / "regime_spread.json").values())
     print(f"seeds to show {DIFFERENCE}: {seeds}; at least {FEWEST} and at most {MOST} are run")
-    for updates, best in best_methods(study_rows(), pilot).items():
+    for updates, best in best_methods(complete(read_rows(RESULTS / "regime.json").values()), pilot).items():
         print(f"{updates} updates per generation: {advice(best)}", best)
 
 

@@ -15,7 +15,7 @@ from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import compare
 from benchmarks.common import ROOT
 from benchmarks.pages import AGAINST, CHAT_NAMES, OTHERS, STALE, TASK, UPDATES, Finals, chat_settings, rows
-from benchmarks.regime_verdict import APART, ARMS, by_setting, study_rows
+from benchmarks.regime_verdict import APART, ARMS, by_setting, complete
 
 
 METHODS = ("GRPO", "clip-higher", "BAPO")
@@ -75,7 +75,7 @@ def draw_contributions(runs: Iterable[Row], path: Path) -> None:
 def main() -> None:
     draw_differences(chat_settings(), ROOT / "docs" / "chat_study.png")
     draw_methods(ROOT / "docs" / "methods_study.png")
-    draw_contributions(study_rows(), ROOT / "docs" / "regime_study.png")
+    draw_contributions(complete(rows("regime")), ROOT / "docs" / "regime_study.png")
 
 
 if __name__ == "__main__":

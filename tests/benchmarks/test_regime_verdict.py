@@ -1,7 +1,6 @@
 """The rules of the study of few positive tokens, on synthetic rows."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,12 +80,16 @@ def test_a_setting_names_the_method_that_is_better_or_more_robust(above, robust,
     assert rules.named(finals, robust) == arm
 
 
-def test_only_seeds_of_all_methods_and_settings_are_compared(tmp_path, monkeypatch):
+def test_a_missing_seed_is_an_error():
+    (finals,) = rules.by_setting(rows(16, 0.1, GRPO=0.1)[:-1]).values()
+    with pytest.raises(ValueError, match="GRPO has seeds"):
+        rules.compared(finals)
+
+
+def test_only_seeds_of_all_methods_and_settings_are_compared():
     made = [*rows(16, 0.1, GSPO=0.1)[:-1], *rows(64, 0.1, GSPO=0.1)]  # the last seed of GSPO is missing in a setting
-    (tmp_path / "regime.json").write_text(json.dumps({"settings": {}, "rows": [asdict(row) for row in made]}))
-    monkeypatch.setattr(rules, "RESULTS", tmp_path)
-    assert sorted({row.seed for row in rules.study_rows()}) == [0, 1, 2, 3, 4]
-    assert len(rules.study_rows()) == 4 * 5
+    assert sorted({row.seed for row in rules.complete(made)}) == [0, 1, 2, 3, 4]
+    assert len(rules.complete(made)) == 4 * 5
 
 
 def test_the_advice_changes_up_to_the_contribution_where_one_method_is_named_throughout():
