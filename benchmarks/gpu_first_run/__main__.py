@@ -26,8 +26,8 @@ Parts, with their goals relative to GRPOTrainer:
               log-probabilities of sampler and trainer agree within bfloat16 arithmetic; tokens per second
     learns    reward over 64 updates of the demo's sums, by transformers and vLLM, each with and without partial
               rollouts: four curves that agree
-    chat      SmolLM2-135M with LoRA (`--chat_model FOLDER`): adapter rounded to the nearest and stochastically, both
-              model runners of vLLM: rewards as when sampled by transformers
+    chat      SmolLM2-135M with LoRA (`--chat_model FOLDER`), three seeds: adapter rounded to the nearest and
+              stochastically, with and without replay and partial rollouts: rewards as when sampled by transformers
     rollouts  partial rollouts against whole generations, long-tailed lengths: 1.5 times less wall time
 """
 

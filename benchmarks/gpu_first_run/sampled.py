@@ -21,6 +21,7 @@ from benchmarks.warm_start import warm_start_path
 
 
 COLOCATE_UPDATES = 12
+CHAT_SEEDS = (0, 1, 2)
 OLDER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 REPLAY = {"replay_capacity": 256, "replay_fraction": 0.5, "replay_max_staleness": 16}
 PARTIAL = {"partial_rollout_oversampling": 1.5}
@@ -104,40 +105,43 @@ def _learn(setup: Setup, name: str, settings: dict) -> dict:
 
 
 def chat(setup: Setup) -> dict[str, Case]:
-    both = {**REPLAY, **PARTIAL, "partial_rollout_chunk_length": 8}
-    # Settings, rounding of the merged adapter, environment variables; the open question of docs/study_gpu.md first
-    cases: dict[str, tuple[dict, str | None, dict]] = {
-        "vLLM, merge nearest, replay, partial rollouts": (both, "nearest", {}),
-        "vLLM, merge stochastic, replay, partial rollouts": (both, "stochastic", {}),
+    parts = {**PARTIAL, "partial_rollout_chunk_length": 8}
+    both = {**REPLAY, **parts}
+    # Settings, rounding of the merged adapter, environment variables
+    variants: dict[str, tuple[dict, str | None, dict]] = {
         "transformers": ({}, None, {}),
+        "transformers, replay": (REPLAY, None, {}),
+        "transformers, partial rollouts": (parts, None, {}),
+        "transformers, replay, partial rollouts": (both, None, {}),
         "vLLM, merge nearest": ({}, "nearest", {}),
         "vLLM, merge stochastic": ({}, "stochastic", {}),
-        "transformers, replay, partial rollouts": (both, None, {}),
-        "vLLM, merge nearest, older runner": ({}, "nearest", OLDER_RUNNER),
         "vLLM, merge stochastic, older runner": ({}, "stochastic", OLDER_RUNNER),
+        "vLLM, merge nearest, replay, partial rollouts": (both, "nearest", {}),
+        "vLLM, merge stochastic, replay, partial rollouts": (both, "stochastic", {}),
     }
     lacks_model = None if setup.chat_model else "needs a model: `--chat_model FOLDER`"
     return {
-        name: Case(
-            partial(_chat, setup, name, settings, merge), 1, environment,
+        f"{name}, seed {seed}": Case(
+            partial(_chat, setup, f"{name}, seed {seed}", settings, merge, seed), 1 + seed, environment,
             lacks_model or (find_lack_of_vllm(setup) if merge else None),
         )
-        for name, (settings, merge, environment) in cases.items()
+        for seed in CHAT_SEEDS
+        for name, (settings, merge, environment) in variants.items()
     }  # fmt: skip
 
 
-def _chat(setup: Setup, name: str, settings: dict, merge: str | None) -> dict:
+def _chat(setup: Setup, name: str, settings: dict, merge: str | None, seed: int) -> dict:
     recipe = yaml.safe_load((ROOT / "recipes" / "smollm2_sums.yaml").read_text())
     own = {
         key: value
         for key, value in recipe.items()
         if key not in SCRIPT_ONLY and not key.startswith(("lora_", "save_")) and "eval" not in key
     }
-    here = {"use_cpu": not setup.on_gpu, "bf16": setup.on_gpu, "dataloader_pin_memory": setup.on_gpu}
+    here = {"use_cpu": not setup.on_gpu, "bf16": setup.on_gpu, "dataloader_pin_memory": setup.on_gpu, "seed": seed}
     here |= {"num_iterations": 1, "logging_steps": 1, "max_steps": setup.sizes.chat_updates}
     here |= settings if merge is None else {**settings, **over_vllm(0.15)}
     given = settings_for(setup, 32, 16, **{**own, **here})
-    task = load_chat_sums(setup.seed)
+    task = load_chat_sums(seed)
     options = {
         "train_dataset": task.train_dataset,
         "reward_funcs": task.reward_func,

@@ -79,7 +79,7 @@ SIZES = {
         sampled_tokens=128,
         learned_updates=64,
         learned_rows=64,
-        chat_updates=24,
+        chat_updates=32,
         warm_start={},
         sharded_flags={},
     ),

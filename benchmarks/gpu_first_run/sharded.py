@@ -21,7 +21,7 @@ LAUNCH_FILES = {"one process": None, "FSDP2": "fsdp2.yaml", "DeepSpeed ZeRO-3": 
 UPDATES, RESUMED_AT, SAVED_EVERY = 16, 8, 4
 FLAGS = {
     "config": "recipes/quickstart.yaml", "max_steps": UPDATES, "save_steps": SAVED_EVERY, "save_total_limit": 4,
-    "do_eval": False, "logging_steps": 1, "replay_capacity": 512, "replay_fraction": 0.5, "replay_max_staleness": 16,
+    "do_eval": False, "logging_steps": 1, "replay_capacity": 2048, "replay_fraction": 0.5, "replay_max_staleness": 16,
 }  # fmt: skip
 
 

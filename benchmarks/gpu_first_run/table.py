@@ -158,11 +158,26 @@ def _sampled(rows: dict[str, dict]) -> str:
     return table(header, lines)
 
 
-def _learns(rows: dict[str, dict]) -> str:
-    ends = {}
+def mean_at_the_end(row: dict) -> float:
+    """Return the mean reward of the last quarter of a training's rollout batches."""
+    rewards = [one["reward"] for one in row["generations"]]
+    return statistics.fmean(rewards[-max(1, len(rewards) // 4) :])
+
+
+def _chat(rows: dict[str, dict]) -> str:
+    ends: dict[str, list[float]] = {}
     for case, row in rows.items():
-        rewards = [one["reward"] for one in row["generations"]]
-        ends[case] = statistics.fmean(rewards[-max(1, len(rewards) // 4) :])
+        ends.setdefault(case.rpartition(", seed ")[0], []).append(mean_at_the_end(row))
+    lines = [
+        [variant, str(len(means)), f"{statistics.fmean(means):.2f}", ", ".join(f"{mean:.2f}" for mean in means)]
+        for variant, means in ends.items()
+    ]
+    header = ["Training", "Seeds", "Mean reward of the last quarter", "of each seed"]
+    return f"{table(header, lines)}\n\n{_sampled(rows)}"
+
+
+def _learns(rows: dict[str, dict]) -> str:
+    ends = {case: mean_at_the_end(row) for case, row in rows.items()}
     difference = max(ends.values()) - min(ends.values())
     said = ", ".join(f"{case} {end:.3f}" for case, end in ends.items())
     agree = f"Mean reward of the last quarter: {said}. Within {SAME_REWARD}: {verdict(difference <= SAME_REWARD)}."
@@ -179,5 +194,5 @@ TABLES = {
     "sharded": _sharded,
     "colocate": _sampled,
     "learns": _learns,
-    "chat": _sampled,
+    "chat": _chat,
 }

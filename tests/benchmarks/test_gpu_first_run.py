@@ -21,7 +21,10 @@ import torch
 from torch.autograd import DeviceType
 from trl.generation import vllm_generation
 
+from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.commands import TRAIN
 from bapo_trl.tasks import character_tokenizer
+from benchmarks.common import ROOT
 from benchmarks.gpu_first_run import __main__, parts, plan, runs, sampled, shapes, sharded, trainers, updates
 from benchmarks.gpu_first_run.table import passes, render
 from tests.helpers.commands import run_command
@@ -359,23 +362,40 @@ def test_the_curves_of_both_samplers_agree_within_a_tenth_at_the_end():
     assert "Within 0.1: **no**" in shown_alone("learns", {**curves, "vLLM": row(0.1, 0.2, 0.3, 0.39)})
 
 
-def test_chat_asks_for_each_merge_and_each_runner(tmp_path, monkeypatch):
+def test_chat_asks_for_each_merge_and_each_runner_with_each_seed(tmp_path, monkeypatch):
     setup = dataclasses.replace(ON_GPU, chat_model=tmp_path)
     cases = sampled.chat(setup)
-    assert sum("transformers" in name for name in cases) == 2
-    for merge in ("nearest", "stochastic"):
-        of_merge = [name for name in cases if merge in name]
-        assert [cases[name].environment for name in of_merge] == [{}, {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}]
-    asked = []
-    monkeypatch.setattr(sampled, "train", lambda *given, **options: asked.append((given[3], options["merge"])) or {})
+    assert {case.stage for name, case in cases.items() if "seed 2" in name} == {3}  # one seed after the other
+    older = {name for name, case in cases.items() if case.environment}
+    assert older == {f"vLLM, merge stochastic, older runner, seed {seed}" for seed in range(3)}
+    asked = {}
+    monkeypatch.setattr(
+        sampled, "train", lambda *given, **options: asked.update({given[1]: (given[3], options["merge"])}) or {}
+    )
     monkeypatch.setattr(sampled.AutoTokenizer, "from_pretrained", lambda folder: character_tokenizer())
     for case in cases.values():
         case.measure()
-    for settings, merge in asked:
-        assert settings["max_steps"] == 24
+    assert asked.keys() == cases.keys()
+    for name, (settings, merge) in asked.items():
+        assert settings["max_steps"] == 32
         assert settings["learning_rate"] == 5e-4  # the recipe's
         assert settings["steps_per_generation"] == 4
-        assert settings.get("use_vllm", False) == (merge is not None)
+        assert settings["seed"] == int(name[-1])
+        assert settings.get("use_vllm", False) == (merge is not None) == ("vLLM" in name)
+        assert merge is None or f"merge {merge}" in name
+        assert ("replay_capacity" in settings) == ("replay" in name)
+        assert ("partial_rollout_oversampling" in settings) == ("partial rollouts" in name)
+
+
+def test_rewards_of_the_chat_model_are_averaged_over_seeds():
+    def row(*rewards):
+        generations = [{"reward": reward} for reward in rewards]
+        return {"updates": 4, "generations": generations, "tokens": 10, "generation_s": 1, "seconds": 2, "start_s": 1}
+
+    rows = {"vLLM, seed 0": row(0.1, 0.2, 0.3, 0.5), "vLLM, seed 1": row(0.0, 0.0, 0.0, 0.2), "other, seed 0": row(1)}
+    shown = shown_alone("chat", rows)
+    assert "| vLLM | 2 | 0.35 | 0.50, 0.20 |" in shown
+    assert "| other | 1 | 1.00 | 1.00 |" in shown
 
 
 @pytest.mark.parametrize(("merge", "is_trls"), [("nearest", True), ("stochastic", False)])
@@ -406,6 +426,22 @@ def test_a_training_of_one_process_resumes_exactly_and_tells_the_pause_of_a_save
         seconds[saved - 1], seconds[saved] = 3.0, 2.0
     shown = shown_alone("sharded", {"one process": {**row, "seconds_of_updates": seconds}})
     assert "| 1.00 s | 3.00 s | 2.00 s |" in shown
+
+
+def test_the_script_accepts_the_settings_of_the_full_size(tmp_path, monkeypatch):
+    accepted = []
+
+    def parse(command, **options):
+        flags = command[command.index("benchmarks.gpu_first_run.clocked_training") + 2 :]
+        accepted.append(parse_arguments(flags, TRAIN).training.max_steps)
+        Path(command[command.index("benchmarks.gpu_first_run.clocked_training") + 1]).write_text("[1.0]")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(sharded.subprocess, "run", parse)
+    monkeypatch.setattr(sharded, "warm_start_path", lambda seed, task: "embedded")
+    monkeypatch.chdir(ROOT)
+    sharded._train(trainers.Setup("cpu", "full", 0), "one process", tmp_path / "run")
+    assert accepted == [16]
 
 
 def test_deepspeed_is_on_the_path_of_its_own_training_alone(tmp_path, monkeypatch):
