@@ -136,8 +136,8 @@ def share_of(records, loss_type: str | None = None) -> float:
     sizes = torch.zeros(2, dtype=torch.float64)
     for record in records:
         # The search takes the update of bnpo as one batch
-        factor = record["inputs"]["completion_mask"].sum() if loss_type == "bnpo" else 1
-        gradient, advantages = record["gradient"].double().abs() * factor, record["inputs"]["advantages"]
+        factor = record["inputs"]["completion_mask"].sum().item() if loss_type == "bnpo" else 1
+        gradient, advantages = record["gradient"].double().abs().cpu() * factor, record["inputs"]["advantages"].cpu()
         sizes += torch.stack([gradient[advantages > 0].sum(), gradient[advantages < 0].sum()])
     return (sizes[0] / sizes.sum()).item()
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bapo_trl import BAPOTrainer
 from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
 from tests.helpers.kernels import Kernels
-from tests.helpers.toy import toy_run, training_logs
+from tests.helpers.toy import ON_GPU, toy_run, training_logs
 
 
 def documented(listed: str, *without: str) -> set[str]:
@@ -97,7 +97,8 @@ def test_the_search_uses_no_operation_that_raises_on_cuda(tmp_path, determinism_
         **args,
     )  # fmt: skip
     assert torch.are_deterministic_algorithms_enabled()
-    assert {"index_add", "argmax", "nansum"} <= trainer.trace.operations  # curves, search and log have been seen
+    sums = set() if ON_GPU else {"index_add"}  # on a GPU, the curves are summed without it
+    assert sums | {"argmax", "nansum"} <= trainer.trace.operations  # curves, search and log have been seen
     assert not trainer.trace.operations & REFUSED
     assert any(log["bapo/search_steps"] > 0 for log in training_logs(trainer))
 

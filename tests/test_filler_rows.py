@@ -82,7 +82,10 @@ class Gradients(BAPOTrainer):
 def samples_of(inputs):
     """The rows of a micro-batch that have a token of the loss."""
     rows = inputs["completion_mask"].any(1)
-    return {key: value[rows] if value.dim() and len(value) == len(rows) else value for key, value in inputs.items()}
+    return {
+        key: value[rows.to(value.device)] if value.dim() and len(value) == len(rows) else value
+        for key, value in inputs.items()
+    }
 
 
 def row_of(inputs, row):

@@ -57,7 +57,8 @@ def test_the_example_of_the_card_samples_from_what_was_trained(tmp_path, monkeyp
     tokens = torch.arange(2, 40)[None]
     with torch.no_grad():
         assert loaded.dtype == torch.float32
-        torch.testing.assert_close(loaded(tokens.to(loaded.device)).logits.cpu(), trainer.model(tokens).logits)
+        found, expected = (model(tokens.to(model.device)).logits.cpu() for model in (loaded, trainer.model))
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

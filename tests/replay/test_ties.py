@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bapo_trl.batch.reward_sums import zero_advantage_rows
-from tests.helpers.toy import toy_run, training_logs
+from tests.helpers.toy import ON_GPU, toy_run, training_logs
 from tests.replay.test_mixer import REPLAY, Spy, queue_of
 
 
@@ -146,6 +146,7 @@ def test_scaled_over_the_batch_tied_groups_are_offered_and_trls_fraction_is_left
     assert any(any(is_tied) for _, is_tied, _ in generations)
 
 
+@pytest.mark.skipif(ON_GPU, reason="a GPU rounds these rewards to 0")
 def test_without_the_flag_advantages_and_fraction_are_trls(tmp_path):
     """Rounding keeps some tied groups away from 0 there: the tests above can fail."""
     _, generations = run_with_ties(tmp_path, THREE_DECIMALS, **{**GROUPS_OF_8, "replay_fraction": 0.5})

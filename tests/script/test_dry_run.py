@@ -19,7 +19,7 @@ from bapo_trl.script import models
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, flags, run, train_bapo
-from tests.helpers.toy import opt_model, toy_model
+from tests.helpers.toy import ON_GPU, opt_model, toy_model
 from tests.script.test_recipes import AIME24, GSM8K, SKYWORK
 
 
@@ -129,14 +129,15 @@ async def raises_later(completions, **kwargs):
     raise RuntimeError("no judge answers")
 """
 NO_GPU = {"use_cpu": None, "bf16": None}
+without_gpu = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
 LEARNED = {"model_name_or_path": "learned"}  # positions up to 64
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (NO_GPU, "`use_cpu` is false, but no GPU was found"),
-        ({**NO_GPU, "do_train": "false"}, "`use_cpu` is false, but no GPU was found"),
+        pytest.param(NO_GPU, "`use_cpu` is false, but no GPU was found", marks=without_gpu),
+        pytest.param({**NO_GPU, "do_train": "false"}, "`use_cpu` is false, but no GPU was found", marks=without_gpu),
         ({"reward_funcs": "my_rewards.nothing"}, "`reward_funcs` has 'my_rewards.nothing', which cannot be imported"),
         ({"reward_funcs": "broken_rewards.raises"}, "missing_column"),
         ({"reward_funcs": "broken_rewards.raises_later"}, "no judge answers"),
@@ -188,6 +189,7 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
         run(**{"dataset_name": "train.jsonl", **settings})
 
 
+@without_gpu
 def test_several_problems_are_all_named(capsys):
     arguments = flags(**NO_GPU, dataset_name="none.jsonl", resume_from_checkpoint="true")
     with pytest.raises(SystemExit):

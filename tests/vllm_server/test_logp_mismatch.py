@@ -267,7 +267,7 @@ def test_after_a_training_vllm_samples_from_the_best_model(monkeypatch, tmp_path
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     trainer.evaluate()
     served, trained = trainer.vllm_generation.served.state_dict(), trainer.model.state_dict()
-    assert all(torch.equal(served[name], weight) for name, weight in trained.items())
+    assert all(torch.equal(served[name].cpu(), weight.cpu()) for name, weight in trained.items())
 
 
 def test_vllm_that_is_not_there_is_named():

@@ -66,7 +66,7 @@ def trainer_with(monkeypatch, folder, model, config):
     torch.manual_seed(1)
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn(parameter.shape)
+            parameter.data += 0.05 * torch.randn(parameter.shape).to(parameter.device)
     return trainer, llm
 
 
@@ -78,7 +78,7 @@ def send(trainer, version: int = 0) -> None:
 @torch.no_grad()
 def logps(model) -> torch.Tensor:
     """Return what a model says of each next token of `IDS`, in float32 arithmetic."""
-    return copy.deepcopy(model).float().eval()(IDS).logits.log_softmax(-1)
+    return copy.deepcopy(model).float().eval().cpu()(IDS).logits.log_softmax(-1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,11 +101,11 @@ def test_rounded_weights_are_right_on_average(monkeypatch, tmp_path, kind, dtype
     make_model, config = KINDS[kind]
     trainer, llm = trainer_with(monkeypatch, tmp_path, make_model().to(dtype), config)
     before = weights_of(trainer.model)
-    merged = copy.deepcopy(trainer.model).float().merge_and_unload()  # peft's own, in float32
+    merged = copy.deepcopy(trainer.model).cpu().float().merge_and_unload()  # peft's own, in float32
     sent = []
     for version in range(VERSIONS):
         send(trainer, version)
-        sent.append({name: weight.float() for name, weight in llm.model.named_parameters()})
+        sent.append({name: weight.float().cpu() for name, weight in llm.model.named_parameters()})
     assert_same_tensors(weights_of(trainer.model), before)
     for name, exact in merged.named_parameters():
         draws = torch.stack([weights[name] for weights in sent])
@@ -120,8 +120,8 @@ def test_the_nearest_is_sent_where_the_forward_pass_rounds_merged_weights(monkey
     """As it does with `target_parameters`: peft adds the adapter to the weight there, in the weight's type."""
     trainer, llm = trainer_with(monkeypatch, tmp_path, experts().bfloat16(), KINDS["experts"][1])
     send(trainer)
-    merged = copy.deepcopy(trainer.model).float().merge_and_unload()
-    sent = dict(llm.model.named_parameters())
+    merged = copy.deepcopy(trainer.model).cpu().float().merge_and_unload()
+    sent = {name: weight.cpu() for name, weight in llm.model.named_parameters()}
     for name, exact in merged.named_parameters():
         if "experts" in name:
             assert torch.equal(sent[name], exact.bfloat16()), name
@@ -178,11 +178,11 @@ def test_weights_are_rounded_for_the_engine(monkeypatch, tmp_path, autocast):
     base.lora_B.default.weight.data.fill_(5e-4)
     weight, product = base.base_layer.weight, base.get_delta_weight("default")
     # Under autocast, the forward pass of the trainer rounds the base weight alone
-    exact = (weight.bfloat16().float() if autocast else weight) + product
+    exact = ((weight.bfloat16().float() if autocast else weight) + product).cpu()
     draws = []
     for version in range(VERSIONS):
         send(trainer, version)
-        draws.append(llm.model.get_parameter(down).float())
+        draws.append(llm.model.get_parameter(down).float().cpu())
     off = (torch.stack(draws).mean(0) - exact) / (2.0**-7 * 2.0 ** exact.abs().log2().floor())
     assert off.abs().mean() < 0.1
 
@@ -196,7 +196,8 @@ def test_an_engine_in_float32_gets_the_exact_sum(monkeypatch, tmp_path):
     down.lora_B.default.weight.data.fill_(5e-4)
     send(trainer)
     exact = down.base_layer.weight.float() + 6 / 4 * down.lora_B.default.weight @ down.lora_A.default.weight
-    torch.testing.assert_close(llm.model.model.layers[0].mlp.down_proj.weight, exact, rtol=1e-6, atol=1e-8)
+    sent = llm.model.model.layers[0].mlp.down_proj.weight
+    torch.testing.assert_close(sent.cpu(), exact.cpu(), rtol=1e-6, atol=1e-8)
 
 
 # Trainings
