@@ -27,6 +27,7 @@ from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
+from benchmarks.gpu_first_run.table import mean_at_the_end
 from benchmarks.regime_verdict import (
     ARMS,
     LEVEL,
@@ -338,6 +339,20 @@ def regime_course_table() -> str:
     return regime_grid(runs, cell)
 
 
+def gpu_chat_table() -> str:
+    """Return the rewards of the chat model on a GPU, by sampler and feature."""
+    cases = json.loads((RESULTS / "gpu_h200.json").read_text())["parts"]["chat"]["cases"]
+    by_variant = defaultdict(list)
+    for case, row in cases.items():
+        by_variant[case.rpartition(", seed ")[0]].append(row)
+    lines = [
+        [variant, f"{fmean(row['generations'][0]['reward'] for row in found):.2f}",
+         f"{fmean(map(mean_at_the_end, found)):.2f}", ", ".join(f"{mean_at_the_end(row):.2f}" for row in found)]
+        for variant, found in by_variant.items()
+    ]  # fmt: skip
+    return markdown(["sampler and settings", "first rollout batch", "last two", "last two, by seed"], lines)
+
+
 def lora_transfer_table() -> str:
     """Return how far vLLM's weights are from the trainer's policy, by the share of the adapter."""
     results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
@@ -398,6 +413,7 @@ TABLES: dict[str, Callable[[], str]] = {
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),
     "lora_transfer": lora_transfer_table,
+    "gpu_chat": gpu_chat_table,
     "overlap_time": overlap_time_table,
     "overlap_accuracy": overlap_accuracy_table,
     "async": async_table,

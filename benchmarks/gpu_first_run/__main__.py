@@ -17,7 +17,7 @@ Parts, with their goals relative to GRPOTrainer:
               bfloat16; fixed bounds give GRPOTrainer's weights, or differ as little as GRPOTrainer from itself
     cost      device time (sum of kernel times) and wall time of an update on stale samples, with kernels and waits of
               the host: `micro_batch` and `carried_over` at most 1.02 times, `batch` about 1.25 with checkpointing
-    memory    peak memory, at most 1.02 times; at most 12 bytes per completion token kept between micro-batches
+    memory    peak memory, at most 1.02 times
     reads     calls per update that wait for the device, with their lines: two more
     search    the bound search on a million tokens: 10 times faster than a loop, the same bounds as on a CPU
     sharded   FSDP2 and DeepSpeed ZeRO-3, one rank each: 16 updates, resumed at update 8, with the same weights; the

@@ -170,23 +170,11 @@ def _in_package(file: str) -> str | None:
 
 
 class MemoryReader(TrainerCallback):
-    """Callback with the peak memory of the last update, and the memory at the start of each micro-batch."""
+    """Callback with the peak memory of the last update."""
 
-    def __init__(self):
-        self.peak = 0
-        self.between: list[int] = []
-
-    def watch(self, trainer: GRPOTrainer) -> None:
-        compute_loss = trainer.compute_loss
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.between.append(torch.cuda.memory_allocated())
-            return compute_loss(*args, **kwargs)
-
-        trainer.compute_loss = watched  # ty: ignore
+    peak = 0
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.between = []
         torch.cuda.reset_peak_memory_stats()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -207,9 +195,8 @@ def _read_memory(setup: Setup, load: Load) -> dict:
             reader = MemoryReader()
             trainers[kind].add_callback(reader)
             trainers[kind].add_callback(Progress(f"{load.name}, `{kind}`"))
-            reader.watch(trainers[kind])
             trainers[kind].train()
-        row[kind] = {"peak_bytes": reader.peak, "bytes_between_micro_batches": reader.between}
+        row[kind] = {"peak_bytes": reader.peak}
     return row
 
 
