@@ -61,6 +61,7 @@ WEIGHTS = {
     "BAPO": "BAPO",
     "GRPO": "GRPO",
 }
+ROUNDINGS = ("nearest", "stochastic")  # of a merged adapter, for vLLM
 ASYNC_METHODS = ("GRPO", "clip-higher", "BAPO", "widest bounds")
 METHODS = ("GRPO", "clip-higher", "CISPO", "SAPO", "GSPO", "VESPO")
 VARIANTS = {  # arms of the study by what they change
@@ -354,12 +355,15 @@ def gpu_chat_table() -> str:
 
 
 def lora_transfer_table() -> str:
-    """Return how far vLLM's weights are from the trainer's policy, by the share of the adapter."""
+    """Return how far vLLM's weights are from the trainer's policy, by the adapter's training."""
     results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
+    kinds = [("float32", "base"), *((dtype, kind) for dtype in ("float32", "bfloat16") for kind in ROUNDINGS)]
     lines = [
-        [f"{row['share']:g}", *(f"{row[name]:.3f}" for name in ("base", "nearest", "stochastic"))] for row in results
+        [f"{row['learning_rate']:g}", str(row["updates"]), *(f"{row[dtype][kind]:.3f}" for dtype, kind in kinds)]
+        for row in results
     ]
-    header = ["share of the adapter", "base model alone", "rounded to the nearest (TRL)", "rounded stochastically"]
+    header = ["learning rate", "updates", "no adapter"]
+    header += [f"{kind}, {dtype}" for dtype in ("float32", "bfloat16") for kind in ROUNDINGS]
     return markdown(header, lines)
 
 
