@@ -41,7 +41,9 @@ class AdapterReader(TrainerCallback):
     def on_step_end(self, args, state, control, model, **kwargs):
         if state.global_step in self.updates:
             named = model.named_parameters()
-            self.adapters[state.global_step] = {name: weight.clone() for name, weight in named if "lora_" in name}
+            self.adapters[state.global_step] = {
+                name: weight.detach().clone() for name, weight in named if "lora_" in name
+            }
 
 
 def train_adapters(learning_rate: float) -> dict[int, dict[str, torch.Tensor]]:
@@ -106,14 +108,13 @@ def measure(model: torch.nn.Module, base: torch.nn.Module, prompts: dict[str, to
     others = {
         "base": base, "nearest": copy.deepcopy(model).merge_and_unload(), "stochastic": send(model, base),
     }  # fmt: skip
-    row: dict = {}
+    row: dict = {"tokens": int(mask[:, start:].sum())}
     for dtype in (torch.float32, torch.bfloat16):
         policy = log_probs(model, samples, mask, start, dtype)
         row[str(dtype).removeprefix("torch.")] = {
             name: round((log_probs(other, samples, mask, start, dtype) - policy).abs().mean().item(), 4)
             for name, other in others.items()
         }
-        row["tokens"] = len(policy)
     return row
 
 

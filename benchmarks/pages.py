@@ -61,7 +61,7 @@ WEIGHTS = {
     "BAPO": "BAPO",
     "GRPO": "GRPO",
 }
-ROUNDINGS = ("nearest", "stochastic")  # of a merged adapter, for vLLM
+ROUNDINGS = {"base": "no adapter", "nearest": "nearest", "stochastic": "stochastic"}  # of a merged adapter, for vLLM
 ASYNC_METHODS = ("GRPO", "clip-higher", "BAPO", "widest bounds")
 METHODS = ("GRPO", "clip-higher", "CISPO", "SAPO", "GSPO", "VESPO")
 VARIANTS = {  # arms of the study by what they change
@@ -345,26 +345,27 @@ def gpu_chat_table() -> str:
     cases = json.loads((RESULTS / "gpu_h200.json").read_text())["parts"]["chat"]["cases"]
     by_variant = defaultdict(list)
     for case, row in cases.items():
-        by_variant[case.rpartition(", seed ")[0]].append(row)
+        if "error" not in row:
+            by_variant[case.partition(", seed ")[0]].append(row)
     lines = [
-        [variant, f"{fmean(row['generations'][0]['reward'] for row in found):.2f}",
+        [variant, str(len(found)), f"{fmean(row['generations'][0]['reward'] for row in found):.2f}",
          f"{fmean(map(mean_at_the_end, found)):.2f}", ", ".join(f"{mean_at_the_end(row):.2f}" for row in found)]
         for variant, found in by_variant.items()
     ]  # fmt: skip
-    return markdown(["sampler and settings", "first rollout batch", "last two", "last two, by seed"], lines)
+    return markdown(
+        ["sampler and settings", "seeds", "first rollout batch", "last quarter", "last quarter, by seed"], lines
+    )
 
 
 def lora_transfer_table() -> str:
     """Return how far vLLM's weights are from the trainer's policy, by the adapter's training."""
     results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
-    kinds = [("float32", "base"), *((dtype, kind) for dtype in ("float32", "bfloat16") for kind in ROUNDINGS)]
+    kinds = [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ROUNDINGS]
     lines = [
         [f"{row['learning_rate']:g}", str(row["updates"]), *(f"{row[dtype][kind]:.3f}" for dtype, kind in kinds)]
         for row in results
     ]
-    header = ["learning rate", "updates", "no adapter"]
-    header += [f"{kind}, {dtype}" for dtype in ("float32", "bfloat16") for kind in ROUNDINGS]
-    return markdown(header, lines)
+    return markdown(["learning rate", "updates", *(f"{ROUNDINGS[kind]}, {dtype}" for dtype, kind in kinds)], lines)
 
 
 def overlap_time_table() -> str:

@@ -15,7 +15,7 @@ from bapo_trl.report.figure import PANELS
 from bapo_trl.rollouts.rounds import PARTIAL_METRICS
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
 from tests.helpers.alike import TIMES, assert_same_logs
-from tests.helpers.toy import InUpdate, ending_model, runs_are_exact, toy_dataset, toy_run, training_logs
+from tests.helpers.toy import ON_GPU, InUpdate, ending_model, toy_dataset, toy_run, training_logs
 
 
 # Not means: of the last update, totals, and what TRL itself takes as the latest value
@@ -53,11 +53,14 @@ def assert_lines_cover(lines: list[dict], updates: list[dict]) -> None:
             elif name in SMALLEST:
                 assert line[name] == min(values), name
             else:
-                assert line[name] == pytest.approx(sum(values) / len(values), rel=1e-6, abs=1e-12), name
+                assert line[name] == pytest.approx(sum(values) / len(values), rel=1e-6, abs=1e-8), name
 
 
-@runs_are_exact
-@pytest.mark.parametrize("run", [toy_run, cut_off_run], ids=["trained", "some updates masked"])
+# With a GPU's random numbers, one micro-batch of an update is masked, which the means of updates do not weigh
+masked_on_cpu = pytest.param(cut_off_run, marks=pytest.mark.skipif(ON_GPU, reason="other samples on a GPU"))
+
+
+@pytest.mark.parametrize("run", [toy_run, masked_on_cpu], ids=["trained", "some updates masked"])
 def test_a_line_has_the_largest_maximum_the_smallest_minimum_and_means_of_what_is_defined(tmp_path, run):
     settings = {"model": ending_model(), **POOL_AND_QUEUE} if run is toy_run else {"max_steps": 8}
     updates = training_logs(run(tmp_path / "each", **settings))
@@ -164,7 +167,6 @@ def test_the_line_of_a_resumed_run_covers_its_updates_before_the_checkpoint(tmp_
     assert_same_logs(resumed, straight)  # no name more
 
 
-@runs_are_exact
 def test_a_checkpoint_without_the_window_starts_one(tmp_path):
     """As GRPOTrainer saves them."""
     settings = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}

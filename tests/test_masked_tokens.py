@@ -12,7 +12,7 @@ from bapo_trl.batch.policy_loss import policy_mask
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_logs, assert_same_weights
 from tests.helpers.rollouts import multi_turn
-from tests.helpers.toy import ending_model, runs_are_exact, toy_dataset, toy_run, toy_trainer, training_logs
+from tests.helpers.toy import ON_GPU, ending_model, toy_dataset, toy_run, toy_trainer, training_logs
 from tests.test_equivalence import FIXED
 
 
@@ -126,7 +126,7 @@ def test_a_masked_token_changes_no_update_with_vllms_correction(tmp_path, model,
     is_as_without_them(tmp_path, model, FarCorrected, Corrected, **AHEAD, **settings)
 
 
-@runs_are_exact
+@pytest.mark.skipif(ON_GPU, reason="on an H200, TRL's own weights became NaN here")
 def test_with_fixed_bounds_the_weights_are_those_of_grpo_trainer_bit_for_bit(tmp_path, model):
     found = run(tmp_path, model, FarMasked, beta=0.1, **FIXED)
     settings = {"epsilon": 0.2, "epsilon_high": 0.28, "config_class": GRPOConfig}

@@ -165,7 +165,7 @@ def mean_at_the_end(row: dict) -> float:
 def _chat(rows: dict[str, dict]) -> str:
     ends: dict[str, list[float]] = {}
     for case, row in rows.items():
-        ends.setdefault(case.rpartition(", seed ")[0], []).append(mean_at_the_end(row))
+        ends.setdefault(case.partition(", seed ")[0], []).append(mean_at_the_end(row))
     lines = [
         [variant, str(len(means)), f"{statistics.fmean(means):.2f}", ", ".join(f"{mean:.2f}" for mean in means)]
         for variant, means in ends.items()

@@ -189,7 +189,7 @@ def memory(setup: Setup) -> dict[str, Case]:
 
 
 def _read_memory(setup: Setup, load: Load) -> dict:
-    row: dict[str, Any] = {"completion_tokens": load.rows * load.completion_tokens * MICRO_BATCHES}
+    row = {}
     for kind in ("grpo", *SCOPES):
         with loaded_trainers(setup, load, {kind: kind}, rounds=1) as trainers:
             reader = MemoryReader()

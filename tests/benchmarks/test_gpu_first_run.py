@@ -248,10 +248,9 @@ def test_memory_is_the_peak_of_the_last_update(monkeypatch):
     row = case.measure()
     count = updates.WARMUP_ROUNDS + 2
     assert [row[kind]["peak_bytes"] for kind in ("grpo", *trainers.SCOPES)] == [count * n for n in (1, 2, 3, 4)]
-    assert row["completion_tokens"] == 2 * 16 * 4
     same = {**row, **{kind: {"peak_bytes": 100 + 2 * n} for n, kind in enumerate(("grpo", *trainers.SCOPES))}}
-    assert [line.split(" | ")[-2] for line in shown_alone("memory", {"tiny": same}).splitlines()[-3:]] == [
-        "1.020", "1.040", "1.060",
+    assert [line.split(" | ")[-2:] for line in shown_alone("memory", {"tiny": same}).splitlines()[-3:]] == [
+        ["1.020", "yes |"], ["1.040", "**no** |"], ["1.060", "**no** |"],
     ]  # fmt: skip
 
 
@@ -368,14 +367,19 @@ def test_chat_asks_for_each_merge_and_each_runner_with_each_seed(tmp_path, monke
     assert {case.stage for name, case in cases.items() if "seed 2" in name} == {3}  # one seed after the other
     older = {name for name, case in cases.items() if case.environment}
     assert older == {f"vLLM, merge stochastic, older runner, seed {seed}" for seed in range(3)}
-    asked = {}
-    monkeypatch.setattr(
-        sampled, "train", lambda *given, **options: asked.update({given[1]: (given[3], options["merge"])}) or {}
-    )
+    asked, prompts = {}, set()
+
+    def note(setup, name, model, settings, uses_lora, merge, train_dataset, **options):
+        asked[name] = settings, merge
+        prompts.add(str(train_dataset["prompt"][:4]))
+        return {}
+
+    monkeypatch.setattr(sampled, "train", note)
     monkeypatch.setattr(sampled.AutoTokenizer, "from_pretrained", lambda folder: character_tokenizer())
     for case in cases.values():
         case.measure()
     assert asked.keys() == cases.keys()
+    assert len(prompts) == 3  # by seed
     for name, (settings, merge) in asked.items():
         assert settings["max_steps"] == 32
         assert settings["learning_rate"] == 5e-4  # the recipe's
@@ -392,7 +396,7 @@ def test_rewards_of_the_chat_model_are_averaged_over_seeds():
         generations = [{"reward": reward} for reward in rewards]
         return {"updates": 4, "generations": generations, "tokens": 10, "generation_s": 1, "seconds": 2, "start_s": 1}
 
-    rows = {"vLLM, seed 0": row(0.1, 0.2, 0.3, 0.5), "vLLM, seed 1": row(0.0, 0.0, 0.0, 0.2), "other, seed 0": row(1)}
+    rows = {"vLLM, seed 0": row(0.1, 0.2, 0.3, 0.5), "vLLM, seed 1": row(0.0, 0.0, 0.0, 0.2), "other": row(1)}
     shown = shown_alone("chat", rows)
     assert "| vLLM | 2 | 0.35 | 0.50, 0.20 |" in shown
     assert "| other | 1 | 1.00 | 1.00 |" in shown

@@ -146,7 +146,7 @@ def test_scaled_over_the_batch_tied_groups_are_offered_and_trls_fraction_is_left
     assert any(any(is_tied) for _, is_tied, _ in generations)
 
 
-@pytest.mark.skipif(ON_GPU, reason="a GPU rounds these rewards to 0")
+@pytest.mark.skipif(ON_GPU, reason="on a GPU, these advantages are 0")
 def test_without_the_flag_advantages_and_fraction_are_trls(tmp_path):
     """Rounding keeps some tied groups away from 0 there: the tests above can fail."""
     _, generations = run_with_ties(tmp_path, THREE_DECIMALS, **{**GROUPS_OF_8, "replay_fraction": 0.5})
