@@ -27,7 +27,7 @@ from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
-from benchmarks.gpu_first_run.table import mean_at_the_end
+from benchmarks.gpu_first_run.table import rewards_by_variant
 from benchmarks.regime_verdict import (
     ARMS,
     LEVEL,
@@ -343,18 +343,8 @@ def regime_course_table() -> str:
 def gpu_chat_table() -> str:
     """Return the rewards of the chat model on a GPU, by sampler and feature."""
     cases = json.loads((RESULTS / "gpu_h200.json").read_text())["parts"]["chat"]["cases"]
-    by_variant = defaultdict(list)
-    for case, row in cases.items():
-        if "error" not in row:
-            by_variant[case.partition(", seed ")[0]].append(row)
-    lines = [
-        [variant, str(len(found)), f"{fmean(row['generations'][0]['reward'] for row in found):.2f}",
-         f"{fmean(map(mean_at_the_end, found)):.2f}", ", ".join(f"{mean_at_the_end(row):.2f}" for row in found)]
-        for variant, found in by_variant.items()
-    ]  # fmt: skip
-    return markdown(
-        ["sampler and settings", "seeds", "first rollout batch", "last quarter", "last quarter, by seed"], lines
-    )
+    header = ["sampler and settings", "seeds", "first rollout batch", "last quarter", "last quarter, by seed"]
+    return markdown(header, rewards_by_variant(cases))
 
 
 def lora_transfer_table() -> str:

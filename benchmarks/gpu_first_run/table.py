@@ -162,16 +162,23 @@ def mean_at_the_end(row: dict) -> float:
     return statistics.fmean(rewards[-max(1, len(rewards) // 4) :])
 
 
-def _chat(rows: dict[str, dict]) -> str:
-    ends: dict[str, list[float]] = {}
+def rewards_by_variant(rows: dict[str, dict]) -> list[list[str]]:
+    """Return a line per variant of `chat`: seeds, mean rewards of the first batch and at the end, and by seed."""
+    variants: dict[str, list[dict]] = {}
     for case, row in rows.items():
-        ends.setdefault(case.partition(", seed ")[0], []).append(mean_at_the_end(row))
-    lines = [
-        [variant, str(len(means)), f"{statistics.fmean(means):.2f}", ", ".join(f"{mean:.2f}" for mean in means)]
-        for variant, means in ends.items()
-    ]
-    header = ["Training", "Seeds", "Mean reward of the last quarter", "of each seed"]
-    return f"{table(header, lines)}\n\n{_sampled(rows)}"
+        variants.setdefault(case.partition(", seed ")[0], []).append(row)
+    lines = []
+    for variant, runs in variants.items():
+        first = statistics.fmean(row["generations"][0]["reward"] for row in runs)
+        ends = [mean_at_the_end(row) for row in runs]
+        by_seed = ", ".join(f"{end:.2f}" for end in ends)
+        lines.append([variant, str(len(runs)), f"{first:.2f}", f"{statistics.fmean(ends):.2f}", by_seed])
+    return lines
+
+
+def _chat(rows: dict[str, dict]) -> str:
+    header = ["Training", "Seeds", "Mean reward of the first batch", "of the last quarter", "of each seed"]
+    return f"{table(header, rewards_by_variant(rows))}\n\n{_sampled(rows)}"
 
 
 def _learns(rows: dict[str, dict]) -> str:

@@ -398,8 +398,8 @@ def test_rewards_of_the_chat_model_are_averaged_over_seeds():
 
     rows = {"vLLM, seed 0": row(0.1, 0.2, 0.3, 0.5), "vLLM, seed 1": row(0.0, 0.0, 0.0, 0.2), "other": row(1)}
     shown = shown_alone("chat", rows)
-    assert "| vLLM | 2 | 0.35 | 0.50, 0.20 |" in shown
-    assert "| other | 1 | 1.00 | 1.00 |" in shown
+    assert "| vLLM | 2 | 0.05 | 0.35 | 0.50, 0.20 |" in shown
+    assert "| other | 1 | 1.00 | 1.00 | 1.00 |" in shown
 
 
 @pytest.mark.parametrize(("merge", "is_trls"), [("nearest", True), ("stochastic", False)])
