@@ -340,6 +340,21 @@ def regime_course_table() -> str:
     return regime_grid(runs, cell)
 
 
+def regime_contributions_table() -> str:
+    """Return the positive contribution over training, means over seeds, with the range of the first updates."""
+    by_setting = defaultdict(list)
+    for row in json.loads((RESULTS / "regime_contributions.json").read_text())["results"]:
+        by_setting[row.pop("updates_per_generation"), row.pop("contribution")].append(row)
+    lines = []
+    for (updates, contribution), runs in sorted(by_setting.items()):
+        parts = [[run[name] for run in runs] for name in runs[0] if name != "seed"]
+        means = [f"{fmean(values):.2f}" for values in parts]
+        means[0] += f" ({min(parts[0]):.2f} to {max(parts[0]):.2f})"
+        lines.append([str(updates), f"{contribution:g}", str(len(runs)), *means])
+    names = [f"updates {name}" for name in runs[0] if name != "seed"]
+    return markdown([UPDATES, "contribution", "seeds", *names], lines)
+
+
 def gpu_chat_table() -> str:
     """Return the rewards of the chat model on a GPU, by sampler and feature."""
     cases = json.loads((RESULTS / "gpu_h200.json").read_text())["parts"]["chat"]["cases"]
@@ -416,6 +431,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "regime_lead": regime_lead_table,
     "regime_course": regime_course_table,
     "regime_rates": regime_rates_table,
+    "regime_contributions": regime_contributions_table,
     "scopes": lambda: long_table(
         UPDATES, [(name, finals(rows(f"scopes_{name}")), {}) for name in STALE], "batch", "scope"
     ),

@@ -1,5 +1,6 @@
 """The rules of the study of few positive tokens, on synthetic rows."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from benchmarks import regime_verdict as rules
 from benchmarks import study_figures
 from benchmarks.common import best_rate
 from benchmarks.rambling_totals import LIMITS
+from benchmarks.regime_contributions import contributions
 from benchmarks.regime_studies import studies
 
 
@@ -122,3 +124,13 @@ def test_the_studies_that_follow_have_the_rates_of_the_pilot():
     kept = [row for row in kept if (row.arm, row.seed) != ("GRPO", 1)]
     (rest,) = studies("main", design, finals, 3, kept)
     assert (rest["over"], rest["seeds"]) == (first["over"], [1])
+
+
+def test_the_contribution_is_averaged_over_each_part_of_the_training(tmp_path):
+    logs = [{"step": step, "bapo/positive_share_initial": step / 256} for step in range(1, 257) if step != 3]
+    state = tmp_path / "trainer_state.json"
+    state.write_text(json.dumps({"log_history": [*logs, {"step": 3}, {"step": 256, "eval_reward": 0.5}]}))
+    assert contributions(state) == {
+        "1 to 10": round((55 - 3) / 9 / 256, 4), "11 to 64": round(37.5 / 256, 4), "65 to 128": round(96.5 / 256, 4),
+        "129 to 256": round(192.5 / 256, 4),
+    }  # fmt: skip
