@@ -26,7 +26,7 @@ from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.stop_signals import is_stopped
 from .clip_bounds import ClipBounds
 from .inputs import checks
-from .inputs.advice import advice_line
+from .inputs.advice import FewPositiveAdvice, advice_line
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
@@ -150,6 +150,7 @@ class BAPOTrainer(AtomicCheckpoints):
     def _reset_run_state(self) -> None:
         fixes.reset_grpo_state(self)
         self._log_window = LogWindow(self)
+        self._few_positive_advice = FewPositiveAdvice(self.args, self.accelerator.is_main_process)
         self._settings = own_settings(self.args)
         self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
         self._generation = Generation()
@@ -440,6 +441,7 @@ class BAPOTrainer(AtomicCheckpoints):
             metrics = self._bounds.close()
             leave_out_empty(self._metrics["train"], self._bounds.have_tokens)
             self._log_values(metrics)
+            self._few_positive_advice.observe(metrics, self.state.global_step + 1)
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):

@@ -1,21 +1,81 @@
-"""The loss that the studies recommend (docs/which_loss.md)."""
+"""
+The loss that the studies recommend, by updates per generation and positive contribution.
 
+| updates per generation | positive contribution | settings | evidence |
+|---|---|---|---|
+| up to 4 | any | the loss makes no difference | docs/which_loss.md |
+| more than 4 | any | `ADVICE` | docs/which_loss.md |
+| 64 or more | up to `FEW_POSITIVE` | also `FEW_POSITIVE_ADVICE` | docs/study_few_positive.md |
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
+
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 
 ADVICE = {"loss_type": "vespo"}
 """Fields of `BAPOConfig` to set, on top of the defaults."""
+
+FEW_POSITIVE_ADVICE = {"negative_weight_min": 0.5, "positive_contribution_target": 1.0}
+"""Fields to set besides `ADVICE`: half the weight on negative tokens."""
+
+FEW_POSITIVE = 0.11
+"""
+Positive contribution in the first updates, with BAPO. In the study, it was 0.091 to 0.105 in the runs for which the
+advice holds, and 0.17 or more in the others.
+"""
+
+FIRST_UPDATES = 10
+
+
+def _updates_per_generation(args: Any) -> float:
+    return args.micro_batches_per_generation / args.gradient_accumulation_steps
+
+
+def _has_chosen(args: Any) -> bool:
+    return args.loss_type != type(args).loss_type or args.loss_was_chosen
+
+
+def _in_words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def advice_line(args: Any) -> str:
     """
     Return the advice on the loss that a run prints at its start, or an empty string.
 
-    There is none up to 4 updates per generation, where the loss made no difference, and none for a run whose user has
-    chosen a loss or a method.
+    There is none up to 4 updates per generation, and none for a run whose user has chosen a loss or a method.
     """
-    updates = args.micro_batches_per_generation / args.gradient_accumulation_steps
-    if updates <= 4 or args.loss_type != type(args).loss_type or args.loss_was_chosen:
+    updates = _updates_per_generation(args)
+    if updates <= 4 or _has_chosen(args):
         return ""
-    advised = ", ".join(f"{name} {value}" for name, value in ADVICE.items())
-    return f"Advice: for {updates:g} updates per generation, try {advised} (docs/which_loss.md)."
+    return f"Advice: for {updates:g} updates per generation, try {_in_words(ADVICE)} (docs/which_loss.md)."
+
+
+class FewPositiveAdvice:
+    """
+    Print the advice for few positive tokens, once a run's first updates have shown their positive contribution.
+
+    A run that resumes before the last one of them averages the updates since then.
+    """
+
+    def __init__(self, args: Any, is_main_process: bool):
+        self._is_silent = not is_main_process or _has_chosen(args) or _updates_per_generation(args) < 64
+        self._contributions: list[float] = []
+
+    def observe(self, metrics: Mapping[str, float], update: int) -> None:
+        """Take the metrics of an update, counted from 1; those without a contributing token are NaN."""
+        contribution = metrics.get("bapo/positive_share_initial", math.nan)  # not logged for fixed bounds
+        if self._is_silent or update > FIRST_UPDATES:
+            return
+        if not math.isnan(contribution):
+            self._contributions.append(contribution)
+        if update == FIRST_UPDATES and self._contributions and fmean(self._contributions) <= FEW_POSITIVE:
+            tqdm.write(
+                f"Advice: the positive contribution was {fmean(self._contributions):.2f} in the first {FIRST_UPDATES} "
+                f"updates. With {_in_words(ADVICE)}, also set\n"
+                f"{_in_words(FEW_POSITIVE_ADVICE)} (docs/study_few_positive.md)."
+            )
