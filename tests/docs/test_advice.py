@@ -40,6 +40,7 @@ from tests.helpers.toy import digits_reward, toy_dataset, toy_model, toy_trainer
 HOLE = "{}"  # what a message fills in
 OF_OTHERS = {
     *("api-server-count", "logprobs-mode", "max-logprobs", "max-model-len", "max-num-seqs", "dtype"),  # vLLM
+    "max-num-batched-tokens",
     *("weight-transfer-config", "tensor-parallel-size", "enforce-eager", "gpu-memory-utilization"),
     *("kv-cache-memory-bytes", "enable-lora"),
     *("disable-pip-version-check", "no-deps", "only-binary", "quiet", "dest", "index-url", "nv"),  # pip, apptainer
