@@ -28,6 +28,7 @@ from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
 from benchmarks.gpu_first_run.table import rewards_by_variant
+from benchmarks.regime_contributions import PARTS
 from benchmarks.regime_verdict import (
     ARMS,
     LEVEL,
@@ -342,17 +343,16 @@ def regime_course_table() -> str:
 
 def regime_contributions_table() -> str:
     """Return the positive contribution over training, means over seeds, with the range of the first updates."""
-    by_setting = defaultdict(list)
+    measured = defaultdict(list)
     for row in json.loads((RESULTS / "regime_contributions.json").read_text())["results"]:
-        by_setting[row.pop("updates_per_generation"), row.pop("contribution")].append(row)
+        measured[row["updates_per_generation"], row["contribution"]].append([row[part] for part in PARTS])
     lines = []
-    for (updates, contribution), runs in sorted(by_setting.items()):
-        parts = [[run[name] for run in runs] for name in runs[0] if name != "seed"]
+    for (updates, contribution), runs in sorted(measured.items()):
+        first, *_ = parts = list(zip(*runs, strict=True))
         means = [f"{fmean(values):.2f}" for values in parts]
-        means[0] += f" ({min(parts[0]):.2f} to {max(parts[0]):.2f})"
+        means[0] += f" ({min(first):.2f} to {max(first):.2f})"
         lines.append([str(updates), f"{contribution:g}", str(len(runs)), *means])
-    names = [f"updates {name}" for name in runs[0] if name != "seed"]
-    return markdown([UPDATES, "contribution", "seeds", *names], lines)
+    return markdown([UPDATES, "contribution", "seeds", *(f"updates {part}" for part in PARTS)], lines)
 
 
 def gpu_chat_table() -> str:

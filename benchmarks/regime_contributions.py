@@ -15,7 +15,8 @@ from benchmarks.common import ROOT, save_result
 from benchmarks.regime_verdict import setting_of
 
 
-PARTS = ((1, 10), (11, 64), (65, 128), (129, 256))
+PARTS = {f"{first} to {last}": range(first, last + 1) for first, last in ((1, 10), (11, 64), (65, 128), (129, 256))}
+"""Updates of each part of a training, by name."""
 
 
 def contributions(trainer_state: Path) -> dict[str, float]:
@@ -23,10 +24,7 @@ def contributions(trainer_state: Path) -> dict[str, float]:
     name = "bapo/positive_share_initial"
     logs = json.loads(trainer_state.read_text())["log_history"]
     values = {log["step"]: log[name] for log in logs if name in log}
-    return {
-        f"{first} to {last}": round(fmean(values[step] for step in values if first <= step <= last), 4)
-        for first, last in PARTS
-    }
+    return {part: round(fmean(values[step] for step in steps if step in values), 4) for part, steps in PARTS.items()}
 
 
 def main() -> None:

@@ -10,10 +10,15 @@ def max_staleness_in_words(args: Any) -> str:
     return ("no limit" if staleness is None else f"{staleness} policy versions") + sources
 
 
+def updates_per_generation(args: Any) -> float:
+    """Return the updates on the samples of a generation, not rounded."""
+    return args.micro_batches_per_generation / args.gradient_accumulation_steps
+
+
 def staleness_line(args: Any) -> str:
     """Return the line that a run prints at its start: updates per generation and maximum staleness."""
     staleness, sources = _max_staleness(args)
-    updates = args.micro_batches_per_generation / args.gradient_accumulation_steps
+    updates = updates_per_generation(args)
     kind = "On-policy" if staleness == 0 else "Off-policy"
     limit = "no staleness limit" if staleness is None else f"max staleness {staleness}"
     return f"{kind}: {updates:g} update{'s' * (updates != 1)} per generation ({limit}{sources})."

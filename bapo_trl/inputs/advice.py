@@ -15,6 +15,8 @@ from typing import Any
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from ..batch.staleness import updates_per_generation
+
 
 ADVICE = {"loss_type": "vespo"}
 """Fields of `BAPOConfig` to set, on top of the defaults."""
@@ -31,10 +33,6 @@ runs of the study at a contribution of 0.1, and 0.174 or more at the others.
 FIRST_UPDATES = 10
 
 
-def _updates_per_generation(args: Any) -> float:
-    return args.micro_batches_per_generation / args.gradient_accumulation_steps
-
-
 def _has_chosen(args: Any) -> bool:
     return args.loss_type != type(args).loss_type or args.loss_was_chosen
 
@@ -49,7 +47,7 @@ def advice_line(args: Any) -> str:
 
     There is none up to 4 updates per generation, and none for a run whose user has chosen a loss or a method.
     """
-    updates = _updates_per_generation(args)
+    updates = updates_per_generation(args)
     if updates <= 4 or _has_chosen(args):
         return ""
     return f"Advice: for {updates:g} updates per generation, try {_in_words(ADVICE)} (docs/which_loss.md)."
@@ -63,15 +61,14 @@ class FewPositiveAdvice:
     """
 
     def __init__(self, args: Any, is_main_process: bool):
-        self._is_silent = not is_main_process or _has_chosen(args) or _updates_per_generation(args) < 64
+        self._is_silent = not is_main_process or _has_chosen(args) or updates_per_generation(args) < 64
         self._contributions: list[float] = []
 
     def observe(self, metrics: Mapping[str, float], update: int) -> None:
         """Take the metrics of an update, counted from 1; those without a contributing token are NaN."""
-        contribution = metrics.get("bapo/positive_share_initial", math.nan)  # not logged for fixed bounds
         if self._is_silent or update > FIRST_UPDATES:
             return
-        self._contributions.append(contribution)
+        self._contributions.append(metrics.get("bapo/positive_share_initial", math.nan))  # none with fixed bounds
         if len(self._contributions) < FIRST_UPDATES:
             return
         known = [value for value in self._contributions if not math.isnan(value)]
