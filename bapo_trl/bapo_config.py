@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
+from .batch.layout import LAYOUTS
 from .clip_bounds import BoundGrid
 from .clip_bounds.config import BoundSearchConfig, help_of, setting
 from .clip_bounds.grid import SINGLE_POINT
@@ -52,6 +53,26 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
             "help": "With `loss_type: cispo`, the cap on the ratio, as in TRL, e.g. 5.0. Otherwise not used: BAPO "
             "chooses the clip bounds. To fix the upper bound, set `ratio_upper_start` and `ratio_upper_max` to the "
             "same value."
+        },
+    )
+
+    # Parameters of the micro-batches
+    micro_batch_layout: str = setting(
+        "balanced",
+        LAYOUTS,
+        "How the samples of an update are arranged in micro-batches. `balanced`: sorted by length, so that each "
+        "micro-batch has little padding and all take about as much memory; short samples then share a micro-batch "
+        "with more samples than `per_device_train_batch_size`, long ones with fewer. `trimmed`: TRL's micro-batches, "
+        "each cut to its longest sample. `padded`: as in TRL, as wide as the longest sample of the generation. The "
+        "gradient is the same. Losses over the tokens of a micro-batch (such as `bnpo`) are `trimmed` instead of "
+        "`balanced`.",
+    )
+    skip_zero_advantage: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether samples whose advantage is 0 are left out of the loss's forward and backward passes, "
+            "where they have no gradient. They are kept with `beta` above 0, an entropy bonus, "
+            "`top_entropy_quantile`, a router's loss, images, and with `micro_batch_layout` `padded`."
         },
     )
 

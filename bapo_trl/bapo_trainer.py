@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +13,7 @@ from transformers.trainer_utils import has_length
 
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
+from .batch.micro_batches import MicroBatches
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
 from .batch.reward_sums import best_of_k, zero_advantage_rows
 from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
@@ -20,7 +22,7 @@ from .batch.staleness import staleness_line
 from .batch.updates import BatchUpdates, Generation
 from .checkpoints.atomic import AtomicCheckpoints
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
-from .checkpoints.log_window import LogWindow, leave_out_empty, reduce_window
+from .checkpoints.log_window import LogWindow, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.stop_signals import is_stopped
@@ -152,7 +154,7 @@ class BAPOTrainer(AtomicCheckpoints):
         self._log_window = LogWindow(self)
         self._few_positive_advice = FewPositiveAdvice(self.args, self.accelerator.is_main_process)
         self._settings = own_settings(self.args)
-        self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
+        self._probes_padding = not self._is_vlm
         self._generation = Generation()
         if self._server is not None:  # before the rounds, which need its context window
             self._server.begin_run()
@@ -172,9 +174,21 @@ class BAPOTrainer(AtomicCheckpoints):
             entropy_mask=self.get_high_entropy_mask,
             is_random=has_random_forward(self.model, self.args.neftune_noise_alpha),
         )
+        self._micro_batches = MicroBatches(self.args, self.accelerator, self._parts_of_loss(), self.accelerator.print)
+        self._scale = LossScale()  # of the micro-batch whose loss is being computed
+        self._update_start = 0  # the first micro-batch of the current update
         self._updates = BatchUpdates(self.args, self.accelerator, policy_loss, lambda: self.state.global_step + 1)
         self._bounds = self._updates.bounds
         self._clip_with(self._bounds.current)
+
+    def _parts_of_loss(self) -> list[str]:
+        """Return the parts of the loss besides the policy loss."""
+        parts = {
+            "kl": self.beta != 0,
+            "entropy": self._entropy_bonus_enabled or self.top_entropy_quantile < 1,
+            "router": self.aux_loss_enabled,
+        }
+        return [name for name, is_there in parts.items() if is_there]
 
     def _forget_sent_weights(self) -> None:
         self._last_loaded_step = -1  # of TRL, which then sends the weights before the next generation
@@ -215,6 +229,7 @@ class BAPOTrainer(AtomicCheckpoints):
         return epochs, skipped
 
     def get_batch_samples(self, epoch_iterator, num_batches, *args, **kwargs):
+        self._update_start = self._step
         if self._overlap is not None:
             if self._read_ahead is None:
                 loader, size = self.callback_handler.train_dataloader, self.args.micro_batches_per_generation
@@ -238,7 +253,14 @@ class BAPOTrainer(AtomicCheckpoints):
             batch = self._take_batch(self._replay.draw_later_pass(self.state.global_step))
             shuffled: Any = shuffle_sequence_dict(batch)  # declared to hold any sequences
             self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
-        return super()._prepare_inputs(generation_batch, *args, **kwargs)
+        inputs = super()._prepare_inputs(generation_batch, *args, **kwargs)
+        if not self.model.training:
+            return inputs
+        buffer = self._buffered_inputs
+        if not self._micro_batches.is_laid_out(buffer):
+            count = self.current_gradient_accumulation_steps
+            self._micro_batches.lay_out(buffer, self._step, self._update_start, count)
+        return buffer[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
         inputs, version = fixes.without_missing_images(inputs), self.state.global_step
@@ -255,6 +277,13 @@ class BAPOTrainer(AtomicCheckpoints):
                 self._injected.is_scored_by_trl = self.args.scores_samples
         elif self._overlap is not None:
             self._overlap.collect()  # before the evaluation sends the weights
+        if self._probes_padding and self.model.training:
+            self._probes_padding = False  # once a run
+            self._micro_batches.keeps_prompt_padding = checks.padding_counts(
+                self._score_all, self.model, self._tokenizer, self.accelerator
+            )
+            if self._micro_batches.keeps_prompt_padding and self.accelerator.is_main_process:
+                checks.warn_of_padding(self.model, self.args)
         rollouts = self._injected
         with fixes.keeping_frozen(self.model), without_gradient_checkpointing(self.model):
             try:
@@ -264,9 +293,6 @@ class BAPOTrainer(AtomicCheckpoints):
                 self._injected = None
         if not self.model.training:
             return batch
-        if self._probes_padding:
-            self._probes_padding = False  # once a run
-            checks.warn_if_padding_counts(self._score_all, self.model, self._tokenizer, self.accelerator)
         num_padding = 0
         if rollouts is None:
             versions = attach_version(batch, version)
@@ -429,7 +455,8 @@ class BAPOTrainer(AtomicCheckpoints):
             are_fresh = self._generation.sampled_by == self.state.global_step
             count, buffer = self.current_gradient_accumulation_steps, self._buffered_inputs
             self._clip_with(self._updates.begin(buffer, self._step, count, are_fresh))
-        scale = self._updates.scale if is_training else LossScale()
+            self._micro_batches.begin_update(self._step, count)
+        self._scale = scale = self._micro_batches.take(self._step) if is_training else LossScale()
         # A copy, as its advantages are scaled: those in the buffer are needed again in the next pass
         self._loss_inputs = without_masked_values(inputs)
         beta, self.beta = self.beta, self.beta * scale.policy
@@ -438,8 +465,7 @@ class BAPOTrainer(AtomicCheckpoints):
         finally:
             self._loss_inputs, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
-            metrics = self._bounds.close()
-            leave_out_empty(self._metrics["train"], self._bounds.have_tokens)
+            metrics = self._bounds.close() | self._micro_batches.close(self._metrics["train"])
             self._log_values(metrics)
             self._few_positive_advice.observe(metrics, self.state.global_step + 1)
         return loss
@@ -450,14 +476,18 @@ class BAPOTrainer(AtomicCheckpoints):
             scores = self._injected.take_scores(num_tokens)
             if scores is not None:
                 return scores.to(self.accelerator.device), None, None
-        output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        score = super()._get_per_token_logps_and_entropies
+        if self.model.training and self._micro_batches.divides(kwargs):
+            return self._micro_batches.score(partial(score, model), *args, **kwargs)
+        output = score(model, *args, **kwargs)
         inputs = self._loss_inputs
         if inputs is None:
             return output
         logps, entropies = (mask_values(inputs, values) for values in output[:2])
         if self.model.training:  # evaluation keeps the latest bounds
             version, is_last = self.state.global_step, self.accelerator.sync_gradients
-            self._clip_with(self._updates.observe(inputs, logps.detach(), entropies, version, is_last))
+            factor = self._scale.policy
+            self._clip_with(self._updates.observe(inputs, logps.detach(), entropies, version, is_last, factor))
         return logps, entropies, *output[2:]
 
     def _clip_with(self, bounds: ClipBounds) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from ..losses import Loss
+from .layout import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class LossScale:
         is_filler = micro_batch.get("is_filler")
         return 0.0 if is_filler is not None and bool(is_filler.all()) else self.whole
 
+    def times(self, factor: float) -> "LossScale":
+        """Return the factors of a micro-batch, given the factor of its policy term."""
+        return LossScale(self.policy * factor, self.whole)
+
 
 def mark_fillers(batch: Mapping[str, Any], num_fillers: int) -> dict[str, Any]:
     """Mark the last samples of TRL's batch as fillers, in `is_filler`, `(B,)`. All ranks make this call, or none."""
@@ -36,22 +40,20 @@ def mark_fillers(batch: Mapping[str, Any], num_fillers: int) -> dict[str, Any]:
 
 
 def scale_without_fillers(
-    micro_batches: Sequence[Mapping[str, Any]], num_later: int, size: int, loss: Loss, accelerator: Accelerator
+    update: Sequence[MicroBatch], num_later: int, size: int, loss: Loss, num_ranks: int
 ) -> LossScale:
     """
     Return the loss factors with which the fillers of an update, on all ranks, have no effect.
 
-    The update has these `micro_batches` of `size` samples, and `num_later` of the next generation step. The latter
-    have no fillers: only the first generation step of partial rollouts is too short.
+    The update has these micro-batches, of `size` samples in TRL's layout, and `num_later` of the next generation
+    step. The latter have no fillers: only the first generation step of partial rollouts is too short.
     """
-    if not micro_batches or "is_filler" not in micro_batches[0]:
-        return LossScale()
-    rows = [int((~micro_batch["is_filler"]).sum()) for micro_batch in micro_batches] + [size] * num_later
-    counts = torch.tensor([float(sum(rows)), float(sum(map(bool, rows)))], device=accelerator.device)
-    num_rows, num_filled = accelerator.reduce(counts, reduction="sum").tolist()
+    count = len(update) + num_later
+    num_rows = sum(each.trl_real for each in update) + num_later * size * num_ranks
+    num_filled = sum(each.trl_filled for each in update) + num_later * num_ranks
     if not num_rows:
         return LossScale()
-    whole = len(rows) * accelerator.num_processes / num_filled
+    whole = count * num_ranks / num_filled
     if loss.mean_over == "samples":
         return LossScale(size * num_filled / num_rows, whole)
     return LossScale(1.0 if loss.mean_over == "tokens" else 1 / whole, whole)

@@ -45,9 +45,28 @@ _FIELDS = {
     "token_versions": _Field(kept_as=torch.int32),
 }
 _OF_THE_WHOLE_BATCH = "num_items_in_batch"
+_MARKS = ("is_filler",)
 _OTHER_SETTINGS = (
     "they come from runs with different settings. If a checkpoint contained some, set `replay_discard_saved` to True."
 )
+
+
+def unknown_keys(batch: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a batch that are not TRL's for text, nor those of this package."""
+    known = {*_FIELDS, *_MARKS, _OF_THE_WHOLE_BATCH}
+    return [key for key, value in batch.items() if value is not None and key not in known]
+
+
+def padding_side(key: str, values: torch.Tensor, num_tokens: int) -> str | None:
+    """
+    Return the side on which TRL pads values of a batch with two dimensions, or `None` if they are not per token.
+
+    Values of an unknown key are per token of the completion if there are as many as `num_tokens`.
+    """
+    field = _FIELDS.get(key)
+    if field is None:
+        return "right" if values.shape[1] == num_tokens else None
+    return None if field.is_column and values.shape[1] == 1 else field.side
 
 
 class Rows:

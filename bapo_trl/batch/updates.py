@@ -13,8 +13,6 @@ from accelerate import Accelerator
 from ..clip_bounds import ClipBounds, Contributions
 from ..clip_bounds.controller import ClipBoundController
 from ..clip_bounds.grid import SINGLE_POINT
-from ..losses import LOSSES
-from .filler_rows import LossScale, scale_without_fillers
 from .policy_loss import PolicyLoss
 from .samples import versions_of
 
@@ -37,19 +35,17 @@ class BatchUpdates:
     """
     Run the clip-bound search of each update on the micro-batches of TRL's buffer. All ranks make the same calls.
 
-    `bounds` is the controller, and `scale` has the loss factors of the current update. `update` returns the number of
-    the current update, for messages.
+    `bounds` is the controller. `update` returns the number of the current update, for messages.
     """
 
     def __init__(self, settings: Any, accelerator: Accelerator, policy_loss: PolicyLoss, update: Callable[[], int]):
-        self._settings, self._accelerator, self._policy_loss = settings, accelerator, policy_loss
+        self._settings, self._policy_loss = settings, policy_loss
         self._sum_ranks = partial(accelerator.reduce, reduction="sum")
         self._buffer: Sequence[Mapping[str, Any]] | None = None  # the buffer that `_totals` belong to
         self._totals: list[Contributions] = []  # total absolute advantages of each micro-batch, of all ranks
         self.bounds = ClipBoundController(
             settings, accelerator.device, reduce=self._sum_ranks, gather=accelerator.gather, update=update
         )
-        self.scale = LossScale()
 
     def begin(self, buffer: Sequence[Mapping[str, Any]] | None, step: int, count: int, are_fresh: bool) -> ClipBounds:
         """
@@ -60,7 +56,6 @@ class BatchUpdates:
         """
         settings = self._settings
         if buffer is None:
-            self.scale = LossScale()
             return self.bounds.begin()
         window = [(step + i) % settings.steps_per_generation for i in range(count)]
         totals = read_ahead = None
@@ -70,20 +65,11 @@ class BatchUpdates:
                 if is_new_buffer:
                     self._sum_advantages(buffer)
                 totals = reduce(operator.add, [self._totals[position] for position in window])
-            if is_new_buffer or not self.bounds.carries_over:
+            if is_new_buffer or count == 1 or not self.bounds.carries_over:
                 # With a single micro-batch, its loss has the tokens before it needs the bounds
                 ahead = [buffer[position] for position in window] if count > 1 else []
                 read_ahead = partial(self._policy_loss.tokens_ahead, ahead, are_fresh)
-        bounds = self.bounds.begin(totals, read_ahead)
-        left = settings.micro_batches_per_generation - step % settings.micro_batches_per_generation
-        self.scale = scale_without_fillers(
-            [buffer[position] for position in window[:left]],
-            max(0, count - left),
-            settings.per_device_train_batch_size,
-            LOSSES[settings.loss_type],
-            self._accelerator,
-        )
-        return bounds
+        return self.bounds.begin(totals, read_ahead)
 
     def _sum_advantages(self, buffer: Sequence[Mapping[str, Any]]) -> None:
         """Compute the total absolute advantages of a buffer, with one reduction for all its updates."""
@@ -99,16 +85,18 @@ class BatchUpdates:
         entropies: torch.Tensor | None,
         version: int,
         is_last: bool,
+        factor: float,
     ) -> ClipBounds:
         """
         Add a micro-batch, with log-probabilities and entropies `(B, T)` under the policy of this version.
 
-        Returns the bounds to train it with. The advantages in `inputs` are replaced by their weighted values.
+        Returns the bounds to train it with. The advantages in `inputs` are replaced by their weighted values, times a
+        factor.
         """
         tokens = self._policy_loss.tokens(inputs, per_token_logps, entropies)
         bounds = self.bounds.observe(tokens, version - versions_of(inputs), is_last)
         advantages = tokens.advantages
         if self._settings.negative_weight_min < 1:
             advantages = tokens.balanced_advantages(bounds.negative_weight)
-        inputs["advantages"] = advantages * self.scale.policy
+        inputs["advantages"] = advantages * factor
         return bounds

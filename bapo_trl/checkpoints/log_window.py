@@ -6,7 +6,7 @@ value, which the mean skips.
 """
 
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,7 @@ LARGEST = ("ratio/max", "staleness/max", "partial/segments_max", "sampling/raw_i
 SMALLEST = ("ratio/min", "sampling/raw_importance_sampling_ratio/min")
 """Metrics of this package that are a minimum over ranks, micro-batches, updates and the window of a log line."""
 
-OF_TOKENS = (
-    "entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "clip_ratio/low_min",
-    "clip_ratio/high_max", "cispo_clip_ratio", "vespo/phi_seq_mean",
-)  # fmt: skip
-"""Metrics that TRL computes over the tokens of each micro-batch, as 0 if there are none."""
-
 FILES = RankFiles("log window", "1", "resume from another checkpoint")
-
-
-def leave_out_empty(values: MutableMapping[str, list[float]], have_tokens: Sequence[bool]) -> None:
-    """Make [`OF_TOKENS`] undefined for the latest micro-batches that have no token of the loss on any rank."""
-    count = len(have_tokens)
-    for name in OF_TOKENS:
-        if name in values:
-            latest = zip(values[name][-count:], have_tokens, strict=True)
-            values[name][-count:] = [value if has_token else math.nan for value, has_token in latest]
 
 
 def reduce_window(values: MutableMapping[str, list[float]]) -> None:

@@ -62,11 +62,6 @@ class ClipBoundController:
         """Whether a micro-batch of the current update has been observed."""
         return self._log.is_open
 
-    @property
-    def have_tokens(self) -> list[bool]:
-        """Whether each micro-batch of the latest closed update has a token of the loss, on any rank."""
-        return self._log.have_tokens
-
     def begin(
         self,
         total_absolute_advantages: Contributions | None = None,

@@ -24,7 +24,7 @@ _SEARCH_FIELDS = {
 
 UPDATE_METRICS = (
     *_SEARCH_FIELDS, "bapo/entropy_covariance", "ratio/mean", "ratio/min", "ratio/max", "ratio/ess", "ratio/kl",
-    "ratio/chi2", "staleness/mean", "staleness/max", "bapo/masked_share",
+    "ratio/chi2", "staleness/mean", "staleness/max",
 )  # fmt: skip
 """Metrics of each update, defined in docs/metrics.md."""
 
@@ -67,8 +67,6 @@ def measure_tokens(
     passing_advantages = torch.where(passes, weighed, zero).to(dtype)
     return DistributedSums(
         {
-            "rows": torch.full((), len(is_trained), device=device),
-            "masked_rows": (~is_trained).sum(),
             "ratios": valid.sum(),
             "ratio": ratio.sum(),
             "ratio_squared": ratio.square().sum(),
@@ -127,7 +125,6 @@ def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
         "ratio/chi2": _ratio(total["ratio_squared"], count) - 1,
         "staleness/mean": _ratio(total["staleness"], total["versions"]),
         "staleness/max": total["staleness_max"] if total["versions"] else math.nan,
-        "bapo/masked_share": _ratio(total["masked_rows"], total["rows"]),
     }
 
 
@@ -151,10 +148,7 @@ class UpdateLog:
     def __init__(self, unlogged: Collection[str] = ()):
         self._unlogged = frozenset(unlogged)
         self.searches: list[ClipBounds] = []
-        # Whether each micro-batch of the latest closed update has a token of the loss on any rank
-        self.have_tokens: list[bool] = []
         self._sums: DistributedSums | None = None
-        self._counts: list[torch.Tensor | float] = []  # of each micro-batch: its tokens, or its rows with some
 
     @property
     def is_open(self) -> bool:
@@ -163,22 +157,18 @@ class UpdateLog:
 
     def add(self, sums: DistributedSums) -> None:
         self._sums = sums if self._sums is None else self._sums + sums
-        self._counts.append(sums.sums["versions"])
 
     def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
         """
         Return the metrics of the update, and reset the log; `update` is its number, for the error message.
 
-        Undefined metrics are NaN. Without a token of the loss, all but `bapo/masked_share` are undefined. A NaN or an
+        Undefined metrics are NaN. Without a token of the loss, all are undefined. A NaN or an
         infinity in one of [`GUARDED_TENSORS`], on any rank, raises a `RuntimeError`.
         """
         bounds = average_searches(self.searches)
         device = self.searches[0].low.device
-        counts = {f"tokens of micro-batch {i}": count for i, count in enumerate(self._counts)}
-        counts = counts if len(counts) > 1 else {}  # "versions" is the count of a single micro-batch
-        sums = DistributedSums({**self._sums.sums, **counts}, self._sums.maxima)
-        total = sums.over_ranks(gather, device, sum_dtype(device))
-        self.searches, self._sums, self._counts = [], None, []
+        total = self._sums.over_ranks(gather, device, sum_dtype(device))
+        self.searches, self._sums = [], None
 
         numbers = DistributedSums({**bounds, **total.sums}, total.maxima).numbers()
         broken = [f"`{name}` ({numbers[name]:.0f} values)" for name in GUARDED_TENSORS if numbers[name]]
@@ -189,10 +179,9 @@ class UpdateLog:
                 "precision without loss scaling, then resume from a checkpoint. To change the learning rate, start a "
                 "new run with the checkpoint's folder as the model."
             )
-        self.have_tokens = [numbers[name] > 0 for name in counts or ("versions",)]
         metrics = {name: numbers[name] for name in bounds if name not in self._unlogged} | token_metrics(numbers)
-        if not any(self.have_tokens):
-            return {**dict.fromkeys(metrics, math.nan), "bapo/masked_share": 1.0}
+        if not numbers["versions"]:  # tokens of the loss, or samples with one
+            return dict.fromkeys(metrics, math.nan)
         return metrics
 
 

@@ -22,7 +22,7 @@ from .async_grpo_compat import AsyncGRPOTrainer, check_async_trl
 
 check_async_trl()
 
-_UNKNOWN = {"staleness/mean", "staleness/max", "bapo/masked_share"}  # unknown here: TRL logs `sample/staleness_*`
+_UNKNOWN = {"staleness/mean", "staleness/max"}  # unknown here: TRL logs `sample/staleness_*`
 
 
 class LossTerms(NamedTuple):

@@ -118,13 +118,13 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
         )
 
 
-def warn_if_padding_counts(
+def padding_counts(
     score: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
-) -> None:
-    """Warn if padding changes log-probabilities (from `score`). Call on all ranks; the main process warns."""
+) -> bool:
+    """Return whether padding before a prompt changes log-probabilities (from `score`). All ranks make this call."""
     tokens = tokenizer(PROBE)["input_ids"][:17]  # fits a small window
     if len(tokens) < 9:  # a vocabulary without digits
         tokens = [token % len(tokenizer) for token in range(17)]
@@ -138,7 +138,12 @@ def warn_if_padding_counts(
         alone, beside = score(row), score(padded)
     is_float32 = model.dtype == torch.float32 and accelerator.mixed_precision == "no"
     rounding = 0.01 if is_float32 else 0.1  # nats per token; half precision rounds logits to about 0.1
-    if (alone - beside).abs().mean() > rounding and accelerator.is_main_process:
+    return bool((alone - beside).abs().mean() > rounding)
+
+
+def warn_of_padding(model: PreTrainedModel, args: Any) -> None:
+    """Warn of a model whose log-probabilities depend on padding, if samples are trained with other padding."""
+    if args.uses_replay or args.uses_partial_rollouts:
         warnings.warn(
             f"The model ({model.config.model_type}) does not take positions from the attention mask: the "
             "log-probabilities of a sample depend on the padding before it. Samples from a replay buffer or from "

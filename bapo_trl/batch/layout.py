@@ -1,0 +1,333 @@
+"""
+The layout of samples in micro-batches: little padding, and no pass for samples without a gradient.
+
+TRL pads all samples of a generation to the longest one, and keeps that width in each micro-batch. Here a micro-batch
+is as wide as its own longest sample, and the samples of an update are sorted by length before they are divided into
+micro-batches. The gradient of an update stays the same, up to rounding.
+
+All functions are pure. Legend: `N` ranks, `R` samples of a pass on a rank, `B` samples of a micro-batch, `P` prompt
+tokens, `T` completion tokens.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from .policy_loss import policy_mask
+from .samples import padding_side
+
+
+LAYOUTS = ("balanced", "trimmed", "padded")
+
+_OVER_ALL_TOKENS = ("token_type_ids", "mm_token_type_ids")  # of prompt and completion
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """
+    A micro-batch of a pass: the samples of one rank, and numbers over all ranks.
+
+    The numbers that begin with `trl_` are of the micro-batch that TRL has at the same position. Over the positions of
+    an update, both cover the same samples, but for those that are skipped.
+    """
+
+    rows: np.ndarray  # `(B,)`, index of each sample in the pass
+    is_filler: np.ndarray  # `(B,)`, samples to mask: they fill up to the number of samples of other ranks
+    prompt_width: int
+    completion_width: int
+    factor: float  # of this rank's policy loss, with which its means have TRL's divisor
+    num_rows: int  # computed, fillers included
+    loss_tokens: int
+    counted: int  # what TRL's means over tokens divide by: it counts samples where they are one token wide
+    computed: int  # positions of prompt and completion, padding included
+    unpadded: int  # tokens of the computed samples
+    trl_rows: int
+    trl_loss_tokens: int
+    trl_masked: int  # samples without a token of the loss
+    trl_real: int  # samples that are no fillers of TRL's batch
+    trl_filled: int  # ranks with such a sample
+    skipped: int  # of these samples
+
+
+def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """
+    Divide samples into micro-batches of similar cost; return the indices of each micro-batch's samples.
+
+    The cost of a micro-batch is its number of samples times the length of its longest one (at least 1). The largest
+    cost is as small as it can be. Lengths ascend, within a micro-batch and from one to the next. Only if there are
+    fewer samples than `parts`, some micro-batches are empty: the first ones.
+
+    Args:
+        lengths (`Sequence[int]`):
+            Length of each sample, in tokens.
+        parts (`int`):
+            Number of micro-batches, at least 1.
+
+    Example:
+
+    ```python
+    >>> balanced([9, 2, 3, 2], parts=2)
+    [[1, 3, 2], [0]]
+
+    ```
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    widths = [max(1, lengths[index]) for index in order]
+    empty = max(0, parts - len(widths))
+    ends = _ends(widths, parts - empty, _smallest_cost(widths, parts - empty)) if widths else []
+    return [[] for _ in range(empty)] + [order[start:end] for start, end in pairwise([0, *ends])]
+
+
+def _smallest_cost(widths: Sequence[int], parts: int) -> int:
+    """Return the smallest cost that no part has to exceed, by bisection; the widths ascend."""
+    low, high = max(widths[-1], -(-sum(widths) // parts)), len(widths) * widths[-1]
+    while low < high:
+        middle = (low + high) // 2
+        fits = _ends(widths, parts, middle)[-1] == len(widths)
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return low
+
+
+def _ends(widths: Sequence[int], parts: int, cost: int) -> list[int]:
+    """Fill one part after the other up to a cost; return where each ends. Samples that are left over don't fit."""
+    ends, end = [], 0
+    for part in range(parts):
+        start, last = end, len(widths) - (parts - part - 1)  # each later part needs a sample
+        while end < last and (end + 1 - start) * widths[end] <= cost:
+            end += 1
+        ends.append(end)
+    return ends
+
+
+def update_starts(begin: int, count: int, window: int, size: int, num_passes: int) -> list[int]:
+    """
+    Return the positions in a pass at which an update begins in one of the passes over a generation; 0 comes first.
+
+    The current update has `count` micro-batches and begins with micro-batch `begin` of the generation (below 0 if it
+    began in an earlier one). Later updates have `window` micro-batches. A pass has `size`. No arrangement moves a
+    sample over one of these positions, so an update keeps its samples, whichever pass it is in.
+    """
+    later = range(begin + count, size * num_passes, window)
+    return sorted({0, *(place % size for place in (max(0, begin), *later))})
+
+
+def measure(batch: Mapping[str, Any], keeps_prompt_padding: bool = False) -> torch.Tensor:
+    """
+    Return what the layout depends on for each sample of TRL's batch, integers of shape `(B, 7)`.
+
+    Columns: width of the prompt; width of the completion; number of tokens; number of tokens of the loss; whether the
+    sample is no filler; whether it has a token of the loss with an advantage other than 0; width of the batch.
+    """
+    prompt_mask, completion_mask, mask = batch["prompt_mask"], batch["completion_mask"], policy_mask(batch)
+    (num_rows, prompt_width), completion_width = prompt_mask.shape, completion_mask.shape[1]
+    device, advantages = mask.device, batch["advantages"]
+    from_right = torch.arange(prompt_width, 0, -1, device=device)
+    from_left = torch.arange(1, completion_width + 1, device=device)
+    is_real = ~batch["is_filler"].to(device) if "is_filler" in batch else mask.new_ones(num_rows)
+    has_gradient = (mask.bool() & (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)).ne(0)).any(dim=1)
+    columns = (
+        mask.new_full((num_rows,), prompt_width) if keeps_prompt_padding else (prompt_mask * from_right).amax(dim=1),
+        (completion_mask * from_left).amax(dim=1),
+        prompt_mask.sum(dim=1) + completion_mask.sum(dim=1),
+        mask.sum(dim=1),
+        is_real,
+        has_gradient,
+        mask.new_full((num_rows,), prompt_width + completion_width),
+    )
+    return torch.stack([column.long() for column in columns], dim=1)
+
+
+def plan(
+    measures: np.ndarray,
+    rank: int,
+    starts: Sequence[int],
+    size: int,
+    *,
+    layout: str = "balanced",
+    skips: bool = True,
+    mean_over: str = "generation",
+    multiple: int = 1,
+) -> list[MicroBatch]:
+    """
+    Return the micro-batches of a pass on one rank. All ranks have the same number of samples in a micro-batch.
+
+    Args:
+        measures (`np.ndarray`):
+            Result of [`measure`] for the samples of the pass, `(N, R, 7)`.
+        rank (`int`):
+            Rank whose micro-batches are returned.
+        starts (`Sequence[int]`):
+            Positions in the pass at which an update begins, as returned by [`update_starts`].
+        size (`int`):
+            Number of samples in each of TRL's micro-batches.
+        layout (`str`, *optional*, defaults to `"balanced"`):
+            `"balanced"` sorts the samples of an update by length and divides them anew, `"trimmed"` keeps TRL's
+            micro-batches and makes them narrower, `"padded"` keeps them as they are.
+        skips (`bool`, *optional*, defaults to `True`):
+            Whether samples without a gradient are left out. An empty micro-batch gets one masked sample.
+        mean_over (`str`, *optional*, defaults to `"generation"`):
+            What the loss is a mean over, see [`~losses.Loss`].
+        multiple (`int`, *optional*, defaults to `1`):
+            Number of which the widths are made a multiple.
+    """
+    columns = np.moveaxis(measures, 2, 0)
+    prompt, completion, _, loss_tokens, is_real, has_gradient, width = columns  # (N, R) each
+    is_kept = np.ones_like(is_real)
+    if layout != "padded" and (skips or layout == "balanced"):
+        is_kept = has_gradient if skips else is_real
+    lengths = np.where(is_kept, np.maximum(1, prompt + completion), 0)
+    micro_batches = []
+    for place, rows in enumerate(_assign(lengths, starts, size, layout == "balanced")):
+        of_trl = slice(place * size, (place + 1) * size)
+        is_filler, num_rows = np.take_along_axis(lengths, rows, axis=1) == 0, rows.shape[1]
+        kept = np.where(is_filler, 0, np.take_along_axis(columns, rows[None], axis=2))  # (7, N, B)
+        widths = -(-kept[:2].max(axis=2).clip(1) // multiple) * multiple  # (2, N)
+        kept_tokens, trl_tokens = kept[3].sum(axis=1), loss_tokens[:, of_trl].sum(axis=1)  # (N,)
+        factors = {"samples": num_rows / size, "tokens": kept_tokens[rank] / max(1, trl_tokens[rank])}
+        micro_batches.append(
+            MicroBatch(
+                rows[rank],
+                is_filler[rank],
+                *widths[:, rank].tolist(),
+                factor=1.0 if layout == "padded" else float(factors.get(mean_over, 1)),
+                num_rows=rows.size,
+                loss_tokens=int(kept_tokens.sum()),
+                counted=int(np.where(widths[1] == 1, num_rows, kept_tokens).sum()),
+                computed=int(num_rows * (width[:, 0] if layout == "padded" else widths.sum(axis=0)).sum()),
+                unpadded=int(kept[2].sum()),
+                trl_rows=is_real[:, of_trl].size,
+                trl_loss_tokens=int(trl_tokens.sum()),
+                trl_masked=int((loss_tokens[:, of_trl] == 0).sum()),
+                trl_real=int(is_real[:, of_trl].sum()),
+                trl_filled=int(is_real[:, of_trl].any(axis=1).sum()),
+                skipped=int((is_real - is_kept)[:, of_trl].clip(0).sum()),
+            )
+        )
+    return micro_batches
+
+
+def _assign(lengths: np.ndarray, starts: Sequence[int], size: int, is_balanced: bool) -> Iterator[np.ndarray]:
+    """
+    Yield the samples of each micro-batch, `(N, B)`, by index in the pass.
+
+    The lengths are `(N, R)`, 0 for samples that are left out: where another rank has more samples, they fill up.
+    """
+    num_places = lengths.shape[1] // size
+    bounds = [*starts, num_places] if is_balanced else [*range(num_places + 1)]
+    for start, end in pairwise(bounds):
+        order = start * size + np.argsort(lengths[:, start * size : end * size], axis=1, kind="stable")
+        longest = np.take_along_axis(lengths, order, axis=1).max(axis=0)
+        used = np.flatnonzero(longest)
+        for part in balanced(longest[used].tolist(), end - start):
+            rows = order[:, used[part] if part else slice(1)]
+            yield rows if is_balanced else np.sort(rows, axis=1)
+
+
+def lay_out(
+    micro_batches: Sequence[Mapping[str, Any]], planned: Sequence[MicroBatch], starts: Sequence[int]
+) -> list[dict[str, Any]]:
+    """
+    Return the planned micro-batches of a pass, made from those of TRL.
+
+    `starts` are the positions between which samples may change places. Fillers are masked, and marked in `is_filler`.
+    """
+    laid_out = []
+    for start, end in zip(starts, [*starts[1:], len(planned)], strict=True):
+        joined = _concat(micro_batches[start:end])
+        first = sum(len(each["completion_ids"]) for each in micro_batches[:start])
+        laid_out += [_take(joined, each, first) for each in planned[start:end]]
+    return laid_out
+
+
+def _concat(micro_batches: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Concatenate micro-batches of the same width along the first dimension."""
+    if len(micro_batches) == 1:
+        return micro_batches[0]
+    return {
+        key: torch.cat([each[key] for each in micro_batches]) if _has_rows(value) else value
+        for key, value in micro_batches[0].items()
+    }
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _take(batch: Mapping[str, Any], planned: MicroBatch, first: int) -> dict[str, Any]:
+    """Return a planned micro-batch from a batch whose first sample has the index `first` in the pass."""
+    num_rows, num_tokens = batch["completion_ids"].shape
+    rows, is_filler = torch.from_numpy(planned.rows - first), torch.from_numpy(planned.is_filler)
+    keeps_rows = len(rows) == num_rows and bool((rows == torch.arange(num_rows)).all())
+    left, right = planned.prompt_width, planned.completion_width
+    taken = dict(batch)
+    for key, value in batch.items():
+        if not _has_rows(value):
+            continue
+        if not keeps_rows:
+            value = value[rows.to(value.device)]
+        if key in _OVER_ALL_TOKENS:
+            begin = value.shape[1] - num_tokens - left
+            value = value[:, begin : begin + left + right]
+        elif value.dim() > 1:
+            side = padding_side(key, value, num_tokens)
+            value = value[:, -left:] if side == "left" else value[:, :right] if side == "right" else value
+        taken[key] = value
+    if is_filler.any():
+        mask = taken["completion_mask"]
+        taken["completion_mask"] = mask * ~is_filler.to(mask.device).unsqueeze(1)
+        taken["is_filler"] = is_filler | taken.get("is_filler", torch.zeros_like(is_filler))
+    return taken
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Samples that are scored in one forward pass."""
+
+    rows: torch.Tensor  # indices of the samples, on the device of their tokens
+    columns: slice  # of prompt and completion, without the padding that all of them have
+    completion_width: int
+
+
+def scoring_chunks(
+    attention_mask: torch.Tensor,
+    num_tokens: int,
+    size: int,
+    layout: str = "balanced",
+    keeps_prompt_padding: bool = False,
+    multiple: int = 1,
+) -> list[Chunk]:
+    """
+    Divide samples into as many forward passes as TRL makes, to score their log-probabilities.
+
+    Args:
+        attention_mask (`torch.Tensor`):
+            Mask of prompt and completion, `(B, P + T)`.
+        num_tokens (`int`):
+            Number of completion tokens, `T`.
+        size (`int`):
+            Number of samples in each of TRL's passes.
+        layout, keeps_prompt_padding, multiple:
+            As in [`plan`] and [`measure`].
+    """
+    prompt_width = attention_mask.shape[1] - num_tokens
+    empty = attention_mask.new_zeros(attention_mask.shape[0], 1)
+    batch = {
+        "prompt_mask": attention_mask[:, :prompt_width],
+        "completion_mask": attention_mask[:, prompt_width:],
+        "advantages": empty,
+    }
+    prompt, completion = measure(batch, keeps_prompt_padding)[:, :2].T.tolist()
+    lengths = [sum(each) for each in zip(prompt, completion, strict=True)]
+    parts = [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+    chunks = []
+    for part in balanced(lengths, len(parts)) if layout == "balanced" else parts:
+        left, right = (
+            -(-max(1, *(values[row] for row in part)) // multiple) * multiple for values in (prompt, completion)
+        )
+        columns = slice(max(0, prompt_width - left), prompt_width + right)
+        chunks.append(Chunk(torch.tensor(part, device=attention_mask.device), columns, min(right, num_tokens)))
+    return chunks

@@ -1,0 +1,188 @@
+"""The micro-batches of a pass over TRL's buffer: their layout, and what the loss and the log need to know of it."""
+
+import math
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..losses import LOSSES
+from .filler_rows import LossScale, scale_without_fillers
+from .layout import MicroBatch, lay_out, measure, plan, scoring_chunks, update_starts
+from .policy_loss import FORWARD_KEYS
+from .samples import unknown_keys
+from .update_means import OF_TOKENS, average_update
+
+
+LAYOUT_METRICS = ("bapo/masked_share", "padding/computed", "padding/skipped")
+"""Metrics of each update, defined in docs/metrics.md."""
+
+
+class MicroBatches:
+    """
+    Lay out TRL's buffer for each pass, and collect the numbers of the current update's micro-batches.
+
+    `settings` is a [`~bapo_config.BAPOConfig`], `keeps_prompt_padding` whether the padding before a prompt changes
+    what the model computes, and `loss_parts` names the parts of the trainer's loss besides the policy loss: "kl",
+    "entropy" (a bonus or a quantile) and "router". `say` prints a line, on one rank.
+
+    Invariant: an update has the samples that it has in TRL's layout, less those that are skipped.
+    """
+
+    def __init__(self, settings: Any, accelerator: Accelerator, loss_parts: Sequence[str], say: Callable[[str], None]):
+        self._settings, self._accelerator, self._loss_parts, self._say = settings, accelerator, loss_parts, say
+        self.layout, self._skips = settings.micro_batch_layout, settings.skip_zero_advantage and not loss_parts
+        self.keeps_prompt_padding = False
+        self._buffer: list[dict[str, Any]] | None = None  # that is laid out
+        self._planned: list[MicroBatch] = []  # at each position of the buffer
+        self._has_token_advantages = False
+        self._scale = LossScale()  # of the current update
+        self._update: list[MicroBatch] = []  # of which a loss was computed in the current update
+        self._say_if_trimmed(why_trimmed(settings, loss_parts))
+
+    def is_laid_out(self, buffer: Any) -> bool:
+        """Return whether this is the buffer that was laid out last."""
+        return buffer is self._buffer
+
+    def lay_out(self, buffer: list[dict[str, Any]], step: int, begin: int, count: int) -> None:
+        """
+        Lay out a new buffer, in place. All ranks make this call together.
+
+        The run is at micro-batch `step`, in an update of `count` micro-batches that began with micro-batch `begin`.
+        """
+        settings = self._settings
+        self._check_keys(buffer[0])
+        of_generation = step % settings.micro_batches_per_generation
+        starts = update_starts(
+            begin - (step - of_generation),
+            count,
+            settings.gradient_accumulation_steps,
+            settings.steps_per_generation,
+            settings.num_iterations,
+        )
+        if self.layout != "balanced":
+            starts = list(range(len(buffer)))
+        of_rank = torch.cat([measure(each, self.keeps_prompt_padding) for each in buffer])
+        measures = self._accelerator.gather(of_rank.unsqueeze(0))
+        self._planned = plan(
+            measures.cpu().numpy(),
+            self._accelerator.process_index,
+            starts,
+            settings.per_device_train_batch_size,
+            layout=self.layout,
+            skips=self._skips,
+            mean_over=LOSSES[settings.loss_type].mean_over,
+            multiple=settings.pad_to_multiple_of or 1,
+        )
+        self._has_token_advantages = buffer[0]["advantages"].dim() == 2
+        if self.layout != "padded":
+            buffer[:] = lay_out(buffer, self._planned, starts)
+        self._buffer = buffer
+
+    def begin_update(self, step: int, count: int) -> None:
+        """Begin the update of `count` micro-batches, the first of which is micro-batch `step` of the run."""
+        settings, self._update = self._settings, []
+        if not self._planned:
+            return
+        left = settings.micro_batches_per_generation - step % settings.micro_batches_per_generation
+        places = [(step + i) % settings.steps_per_generation for i in range(min(count, left))]
+        self._scale = scale_without_fillers(
+            [self._planned[place] for place in places],
+            count - len(places),
+            settings.per_device_train_batch_size,
+            LOSSES[settings.loss_type],
+            self._accelerator.num_processes,
+        )
+
+    def take(self, step: int) -> LossScale:
+        """Add micro-batch `step` of the run to the current update; return the factors of its loss."""
+        if not self._planned:  # a loss without a buffer, of a batch from elsewhere
+            return self._scale
+        planned = self._planned[step % self._settings.steps_per_generation]
+        self._update.append(planned)
+        return self._scale.times(planned.factor)
+
+    def close(self, values: MutableMapping[str, list[float]]) -> dict[str, float]:
+        """
+        End the update: return its metrics, and reduce TRL's values of its micro-batches to means over its tokens.
+
+        In TRL's layout, the values stay those of TRL, less those of micro-batches without a token of the loss.
+        """
+        update, self._update = self._update, []
+        if not update:
+            return {}
+        of_samples = set() if self._has_token_advantages else {"vespo/phi_seq_mean"}
+        if of_samples and self._settings.importance_sampling_level == "sequence":
+            of_samples |= {name for name in OF_TOKENS if "clip" in name}
+        average_update(values, update, of_samples, is_padded=self.layout == "padded")
+        unpadded, real = (sum(getattr(each, name) for each in update) for name in ("unpadded", "trl_real"))
+        return {
+            "bapo/masked_share": sum(each.trl_masked for each in update) / sum(each.trl_rows for each in update),
+            "padding/computed": sum(each.computed for each in update) / unpadded if unpadded else math.nan,
+            "padding/skipped": sum(each.skipped for each in update) / real if real else math.nan,
+        }
+
+    def divides(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether a scoring pass with these keyword arguments of TRL's can be divided anew: text, in parts."""
+        others = [value for name, value in arguments.items() if name not in ("batch_size", "compute_entropy")]
+        is_plain = all(value is None or value is False for value in others)
+        return self._settings.micro_batch_layout != "padded" and is_plain and arguments.get("batch_size") is not None
+
+    def score(
+        self,
+        score: Callable[..., tuple],
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        num_tokens: int,
+        *,
+        batch_size: int,
+        compute_entropy: bool = False,
+        **absent: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """
+        Return log-probabilities and entropies, `(B, T)`, in as many passes as TRL makes, with less padding.
+
+        `score` makes a pass. Tokens beyond its width, all of them padding, get 0.
+        """
+        layout, multiple = self._settings.micro_batch_layout, self._settings.pad_to_multiple_of or 1
+        results: list[torch.Tensor] = []
+        for chunk in scoring_chunks(
+            attention_mask, num_tokens, batch_size, layout, self.keeps_prompt_padding, multiple
+        ):
+            tokens, mask = (values[chunk.rows, chunk.columns] for values in (input_ids, attention_mask))
+            output = score(tokens, mask, chunk.completion_width, compute_entropy=compute_entropy)
+            scores = output[: 2 if compute_entropy else 1]
+            results = results or [each.new_zeros(len(input_ids), num_tokens) for each in scores]
+            for result, each in zip(results, scores, strict=True):
+                result[chunk.rows, : chunk.completion_width] = each
+        logps, entropies = results if compute_entropy else (*results, None)
+        return logps, entropies, None
+
+    def _check_keys(self, batch: Mapping[str, Any]) -> None:
+        """Fall back to `trimmed`, for the rest of the run, where samples can't be rearranged."""
+        if self.layout == "padded":
+            return
+        has_images = any(batch.get(key) is not None for key in FORWARD_KEYS)
+        unknown = [key for key in unknown_keys(batch) if key not in FORWARD_KEYS]
+        if has_images or unknown:
+            self._skips = False
+            self._say_if_trimmed("samples have images" if has_images else f"the batch has `{unknown[0]}`")
+
+    def _say_if_trimmed(self, reason: str | None) -> None:
+        if reason is not None and self.layout == "balanced":
+            self.layout = "trimmed"
+            self._say(f"Micro-batches are trimmed to their longest sample, but not balanced: {reason}.")
+
+
+def why_trimmed(settings: Any, loss_parts: Sequence[str]) -> str | None:
+    """Return why the micro-batches of a run can't be balanced, if the loss depends on which samples share one."""
+    if LOSSES[settings.loss_type].mean_over == "tokens":
+        return f"`loss_type` '{settings.loss_type}' is a mean over the tokens of a micro-batch"
+    if "entropy" in loss_parts:
+        return "the entropy bonus and `top_entropy_quantile` are computed over a micro-batch"
+    if "router" in loss_parts:
+        return "the router's loss is computed over a micro-batch"
+    if settings.search_scope == "micro_batch" and settings.is_adaptive:
+        return "`search_scope` is 'micro_batch'"
+    return None
