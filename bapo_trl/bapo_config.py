@@ -147,6 +147,14 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
             "one. Samples are then staler by the number of updates per generation. Needs `vllm_mode: server`."
         },
     )
+    use_sampler_logps: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to take vLLM's log-probabilities as those of the policy that sampled, which saves a "
+            "forward pass over the samples of each generation. Importance ratios then include the difference between "
+            "vLLM's and the trainer's arithmetic. Needs `use_vllm`."
+        },
+    )
     vllm_logp_tolerance: float | None = setting(
         0.1,
         "(0, inf]",
@@ -246,6 +254,11 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         return self.gradient_accumulation_steps % self.micro_batches_per_generation != 0 or (
             self.use_vllm and self.vllm_importance_sampling_correction
         )
+
+    @property
+    def takes_sampler_logps(self) -> bool:
+        """Whether the sampler's log-probabilities stand for those of the policy that sampled."""
+        return self.overlap_generation or self.use_sampler_logps
 
     @property
     def sums_rewards_first(self) -> bool:

@@ -17,7 +17,7 @@ from .batch.micro_batches import MicroBatches
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
 from .batch.reward_sums import best_of_k, zero_advantage_rows
 from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
-from .batch.samples import attach_version, mask_zero_advantages, pad_completions
+from .batch.samples import attach_version, mask_zero_advantages, pad_completions, pad_logps
 from .batch.staleness import staleness_line
 from .batch.updates import BatchUpdates, Generation
 from .checkpoints.atomic import AtomicCheckpoints
@@ -113,6 +113,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
+        self._known_logps: list[list[float | None]] | None = None  # set from a generation until TRL scores it
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
         if self.use_vllm:
             send_merged_copies(self)
@@ -273,8 +274,6 @@ class BAPOTrainer(AtomicCheckpoints):
                 place = self._step % size
                 next_inputs = self._read_ahead.at(self._step - place + size)
                 self._injected = self._overlap.take(inputs, next_inputs, version, is_next=place == 0)
-            if self._injected is not None:
-                self._injected.is_scored_by_trl = self.args.scores_samples
         elif self._overlap is not None:
             self._overlap.collect()  # before the evaluation sends the weights
         if self._probes_padding and self.model.training:
@@ -290,7 +289,7 @@ class BAPOTrainer(AtomicCheckpoints):
                 rows = inputs if rollouts is None else rollouts.inputs
                 batch = super()._generate_and_score_completions(rows, *args, **kwargs)
             finally:
-                self._injected = None
+                self._injected = self._known_logps = None
         if not self.model.training:
             return batch
         num_padding = 0
@@ -354,10 +353,12 @@ class BAPOTrainer(AtomicCheckpoints):
         compares = are_of_sampler and has_sampler_logps(batch)
         if not (self.args.uses_replay or compares):
             return
-        if self._overlap is None:
+        if not self.args.takes_sampler_logps:
             logps = behavior_logps(batch, self._score_all, keeps=self.args.uses_replay)
-        else:  # the behaviour log-probabilities are the sampler's. For an older policy, comparing a part is enough
-            batch = split_tensor_dict(batch, self.args.steps_per_generation)[0] if was_requested else batch
+        else:  # the behaviour log-probabilities are the sampler's, and comparing a part is enough
+            batch.setdefault("old_per_token_logps", batch["sampling_per_token_logps"])
+            compares_part = was_requested or self.args.use_sampler_logps
+            batch = split_tensor_dict(batch, self.args.steps_per_generation)[0] if compares_part else batch
             logps = self._score_all(batch)
         if compares:
             is_per_sequence = self.args.vllm_importance_sampling_mode.startswith("sequence")
@@ -371,6 +372,15 @@ class BAPOTrainer(AtomicCheckpoints):
         if self._injected is not None:  # a chat template that shows the date may give other token ids by now
             return self._injected.prompt_ids, None, {}
         return super()._tokenize_prompts(prompts, *args, **kwargs)
+
+    def _generate(self, *args, **kwargs):
+        output = super()._generate(*args, **kwargs)
+        if self.model.training and self.args.scores_samples:
+            if self._injected is not None:
+                self._known_logps = self._injected.behavior_logps
+            elif self.args.use_sampler_logps:
+                self._known_logps = output[4]
+        return output
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._injected is not None:
@@ -471,11 +481,10 @@ class BAPOTrainer(AtomicCheckpoints):
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        if self._injected is not None:
+        if self._known_logps is not None:  # TRL's first scoring after a generation; later ones are of the reference
+            known, self._known_logps = self._known_logps, None
             num_tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[2]
-            scores = self._injected.take_scores(num_tokens)
-            if scores is not None:
-                return scores.to(self.accelerator.device), None, None
+            return pad_logps(known, num_tokens).to(self.accelerator.device), None, None
         score = super()._get_per_token_logps_and_entropies
         if self.model.training and self._micro_batches.divides(kwargs):
             return self._micro_batches.score(partial(score, model), *args, **kwargs)

@@ -23,6 +23,7 @@ def check_rules(config: Any) -> None:
     _check_search(config)
     _check_partial_rollouts(config)
     _check_overlap(config)
+    _check_sampler_logps(config)
     _check_replay(config)
     _check_vllm(config)
 
@@ -154,17 +155,26 @@ def _check_overlap(config: Any) -> None:
             f"{config.partial_rollout_oversampling}: the two cannot be combined yet. Set `overlap_generation` to "
             "False or `partial_rollout_oversampling` to 1.0."
         )
+
+
+def _check_sampler_logps(config: Any) -> None:
+    if config.use_sampler_logps and not config.use_vllm:
+        raise InputError(
+            "`use_sampler_logps` is True, but `use_vllm` is False: only vLLM reports the log-probabilities of its "
+            "samples. Set `use_vllm` to True, or `use_sampler_logps` to False."
+        )
+    if not config.takes_sampler_logps:
+        return
+    name = "overlap_generation" if config.overlap_generation else "use_sampler_logps"
     if config.off_policy_mask_threshold is not None:
         raise InputError(
-            f"`off_policy_mask_threshold` is {config.off_policy_mask_threshold}, but with `overlap_generation` the "
-            "trainer does not score samples under the policy that sampled them: remove it, or set "
-            "`overlap_generation` to False."
+            f"`off_policy_mask_threshold` is {config.off_policy_mask_threshold}, but with `{name}` the trainer does "
+            f"not score samples under the policy that sampled them: remove it, or set `{name}` to False."
         )
     if config.biased_settings:
         raise InputError(
             f"{', '.join(config.biased_settings)}: this samples from another distribution than the policy's, but with "
-            "`overlap_generation` the importance ratios use the sampler's log-probabilities. Remove it, or set "
-            "`overlap_generation` to False."
+            f"`{name}` the importance ratios use the sampler's log-probabilities. Remove it, or set `{name}` to False."
         )
 
 

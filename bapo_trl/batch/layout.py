@@ -192,7 +192,8 @@ def plan(
             MicroBatch(
                 rows[rank],
                 is_filler[rank],
-                *widths[:, rank].tolist(),
+                prompt_width=int(widths[0, rank]),
+                completion_width=int(widths[1, rank]),
                 factor=1.0 if layout == "padded" else float(factors.get(mean_over, 1)),
                 num_rows=rows.size,
                 loss_tokens=int(kept_tokens.sum()),

@@ -23,9 +23,9 @@ class MicroBatches:
     """
     Lay out TRL's buffer for each pass, and collect the numbers of the current update's micro-batches.
 
-    `settings` is a [`~bapo_config.BAPOConfig`], `keeps_prompt_padding` whether the padding before a prompt changes
-    what the model computes, and `loss_parts` names the parts of the trainer's loss besides the policy loss: "kl",
-    "entropy" (a bonus or a quantile) and "router". `say` prints a line, on one rank.
+    `settings` is a [`~bapo_config.BAPOConfig`]. `loss_parts` names the parts of the trainer's loss besides the policy
+    loss: "kl", "entropy" (a bonus or a quantile) and "router". `say` prints a line, on one rank. Set
+    `keeps_prompt_padding` where padding before a prompt changes what the model computes.
 
     Invariant: an update has the samples that it has in TRL's layout, less those that are skipped.
     """
@@ -39,7 +39,8 @@ class MicroBatches:
         self._has_token_advantages = False
         self._scale = LossScale()  # of the current update
         self._update: list[MicroBatch] = []  # of which a loss was computed in the current update
-        self._say_if_trimmed(why_trimmed(settings, loss_parts))
+        self._reason: str | None = None  # why samples can't be rearranged, until it is said
+        self._trim_if(why_trimmed(settings, loss_parts))
 
     def is_laid_out(self, buffer: Any) -> bool:
         """Return whether this is the buffer that was laid out last."""
@@ -53,6 +54,9 @@ class MicroBatches:
         """
         settings = self._settings
         self._check_keys(buffer[0])
+        if self._reason is not None:
+            self._say(f"Micro-batches are cut to their longest sample, but not balanced: {self._reason}.")
+            self._reason = None
         of_generation = step % settings.micro_batches_per_generation
         starts = update_starts(
             begin - (step - of_generation),
@@ -167,12 +171,11 @@ class MicroBatches:
         unknown = [key for key in unknown_keys(batch) if key not in FORWARD_KEYS]
         if has_images or unknown:
             self._skips = False
-            self._say_if_trimmed("samples have images" if has_images else f"the batch has `{unknown[0]}`")
+            self._trim_if("samples have images" if has_images else f"the batch has `{unknown[0]}`")
 
-    def _say_if_trimmed(self, reason: str | None) -> None:
+    def _trim_if(self, reason: str | None) -> None:
         if reason is not None and self.layout == "balanced":
-            self.layout = "trimmed"
-            self._say(f"Micro-batches are trimmed to their longest sample, but not balanced: {reason}.")
+            self.layout, self._reason = "trimmed", reason
 
 
 def why_trimmed(settings: Any, loss_parts: Sequence[str]) -> str | None:

@@ -5,6 +5,7 @@ Splitting a batch and rebuilding it restores every value exactly. Legend: `B` sa
 completion tokens.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -259,7 +260,7 @@ def attach_version(batch: dict[str, torch.Tensor], version: int) -> dict[str, to
 
 
 def attach_rollouts(
-    batch: dict[str, Any], logps: Sequence[Sequence[float]], versions: Sequence[Sequence[int]], num_rows: int
+    batch: dict[str, Any], logps: Sequence[Sequence[float | None]], versions: Sequence[Sequence[int]], num_rows: int
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """
     Add the log-probabilities and policy versions of its tokens to TRL's batch, and fill it up to `num_rows` samples.
@@ -288,9 +289,10 @@ def versions_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return batch.get("token_versions", batch["policy_version"])
 
 
-def pad_logps(logps: Sequence[Sequence[float]], num_tokens: int) -> torch.Tensor:
-    """Return the log-probabilities of completions as `(B, num_tokens)`, padded with 0."""
-    return torch.tensor([[*row, *[0.0] * (num_tokens - len(row))] for row in logps], dtype=torch.float32)
+def pad_logps(logps: Sequence[Sequence[float | None]], num_tokens: int) -> torch.Tensor:
+    """Return the log-probabilities of completions as `(B, num_tokens)`, padded with 0; NaN for those not known."""
+    known = [[math.nan if value is None else value for value in row] for row in logps]
+    return torch.tensor([[*row, *[0.0] * (num_tokens - len(row))] for row in known], dtype=torch.float32)
 
 
 def pad_completions(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..batch.samples import attach_rollouts, pad_logps
+from ..batch.samples import attach_rollouts
 from ..errors import InputError
 from .pool import Group
 
@@ -18,18 +18,17 @@ class InjectedRollouts:
     Completions for TRL's `_generate_and_score_completions`, one per sample, sorted by group.
 
     While they are injected, the trainer answers three of TRL's calls from here: `_tokenize_prompts` with the prompts,
-    `_generate_single_turn` with the token ids and the sampler's log-probabilities, and the scoring of the completions,
-    the first call of `_get_per_token_logps_and_entropies`, with the behaviour log-probabilities.
+    `_generate_single_turn` with the token ids and the sampler's log-probabilities, and the scoring of the completions
+    with the behaviour log-probabilities.
     """
 
     inputs: list[dict[str, Any]]  # examples of the dataset
     prompt_ids: list[list[int]]
     token_ids: list[list[int]]
     _: KW_ONLY
-    behavior_logps: list[list[float]]  # of each token, under the policy that sampled it
+    behavior_logps: list[list[float | None]]  # of each token, under the policy that sampled it; `None`: not known
     versions: list[list[int]]  # policy version that sampled each token
     sampler_logps: list[list[float | None]] | None  # of each token; `None` if the sampler reports none
-    is_scored_by_trl: bool = False  # whether TRL scores the completions, which it does once
 
     @classmethod
     def of_groups(cls, groups: Iterable[Group]) -> "InjectedRollouts":
@@ -47,13 +46,6 @@ class InjectedRollouts:
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    def take_scores(self, num_tokens: int) -> torch.Tensor | None:
-        """Return the behaviour log-probabilities, `(B, num_tokens)`, at TRL's first call; `None` at later calls."""
-        if not self.is_scored_by_trl:
-            return None
-        self.is_scored_by_trl = False  # later calls score the reference model
-        return pad_logps(self.behavior_logps, num_tokens)
 
     def attach_to(self, batch: dict[str, Any], num_rows: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return TRL's batch with log-probabilities and versions of its tokens; see `attach_rollouts`."""

@@ -135,7 +135,7 @@ class OverlappedGeneration:
             copy.deepcopy(inputs),
             requested.prompt_ids,
             token_ids,
-            behavior_logps=[[float("nan") if value is None else value for value in row] for row in logps],
+            behavior_logps=logps,
             versions=[[requested.version] * len(row) for row in token_ids],
             sampler_logps=logps,
         )

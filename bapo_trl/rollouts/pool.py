@@ -35,8 +35,9 @@ class PartialCompletion:
 
     tokens: list[int] = field(default_factory=list)
     segments: list[list[int]] = field(default_factory=list)  # policy version and number of tokens; versions rise
-    # Log-probabilities under the policy that sampled each token; the latest segment may not be scored yet
-    logps: list[float] = field(default_factory=list)
+    # Log-probabilities under the policy that sampled each token, `None` if not known; the latest segment may not be
+    # scored yet
+    logps: list[float | None] = field(default_factory=list)
     sampler_logps: list[float | None] = field(default_factory=list)  # of each token; empty if the sampler reports none
     has_ended: bool = False
 
@@ -138,12 +139,14 @@ class RolloutPool:
         policy_version: int,
         cap: int,
         sampler_logps: Sequence[Sequence[float | None]] | None = None,
+        are_scores: bool = False,
     ) -> None:
         """
         Append the new token ids that the sampler returned for each continuation.
 
         A completion has ended if its last token is an EOS token, if it has no tokens left, or if the sampler stopped
-        before the cap of the call for another reason. No completion has fewer tokens left than the cap.
+        before the cap of the call for another reason. No completion has fewer tokens left than the cap. `are_scores`
+        says whether the sampler's log-probabilities also serve as those of the policy.
         """
         for index, (continuation, new) in enumerate(zip(continuations, tokens, strict=True)):
             completion, most = continuation.completion, min(cap, continuation.num_left)
@@ -156,6 +159,7 @@ class RolloutPool:
             completion.tokens += new
             if sampler_logps is not None:
                 completion.sampler_logps += sampler_logps[index]
+                completion.logps += sampler_logps[index] if are_scores else []
             if len(new) == continuation.num_left or new[-1] in self._eos_token_ids or len(new) < cap:
                 completion.has_ended = True
                 self.counts.update(ended=1, ended_tokens=len(completion.tokens))

@@ -45,6 +45,7 @@ class RolloutRounds:
     num_groups: int  # groups to train on per generation step, on each rank
     num_carried_over: int  # groups that remain in progress when a generation step ends
     chunk_length: int  # largest number of tokens of a call
+    uses_sampler_logps: bool  # take the sampler's log-probabilities as those of the policy, instead of scoring
     gather: Callable[[list[float]], list[list[float]]]  # takes this rank's numbers, returns the numbers of each rank
 
     def __post_init__(self):
@@ -134,7 +135,7 @@ class RolloutRounds:
         tokens, sampler_logps = sample(prompts, cap)
         kept = slice(len(continuations))
         sampler_logps = None if sampler_logps is None else sampler_logps[kept]
-        self.pool.take(continuations, tokens[kept], policy_version, cap, sampler_logps)
+        self.pool.take(continuations, tokens[kept], policy_version, cap, sampler_logps, self.uses_sampler_logps)
         return True
 
     def _score(self, score: Scorer, dummy: list[int]) -> None:
@@ -193,6 +194,7 @@ def make_rounds(trainer: Any) -> RolloutRounds:
         num_groups=args.groups_per_generation,
         num_carried_over=args.groups_carried_over,
         chunk_length=args.partial_rollout_chunk_length,
+        uses_sampler_logps=args.use_sampler_logps,
         gather=lambda numbers: accelerator.gather(torch.tensor([numbers], device=accelerator.device)).tolist(),
     )
 

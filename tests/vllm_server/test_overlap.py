@@ -36,7 +36,6 @@ class OneGenerationLate(BAPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if self.model.training:
             self._injected = self.late(inputs)
-            self._injected.is_scored_by_trl = self.args.scores_samples
         return super()._generate_and_score_completions(inputs)
 
     def late(self, inputs):
