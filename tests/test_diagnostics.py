@@ -84,24 +84,6 @@ def test_without_a_token_ratios_and_staleness_are_undefined():
     assert all(math.isnan(value) for name, value in metrics.items() if name.startswith(("ratio/", "staleness/")))
 
 
-def test_a_micro_batch_has_tokens_if_it_has_some_on_any_rank():
-    masked, trained = measured([[1.0]], [0], mask=[[0]]), measured([[1.0]], [0])
-
-    def have_tokens(measurements, gather):
-        log = UpdateLog()
-        log.searches.append(BOUNDS)
-        for measurement in measurements:
-            log.add(measurement)
-        metrics = log.close(gather, update=1)
-        return log.have_tokens, metrics["bapo/masked_share"]
-
-    ranks = []
-    assert have_tokens([masked, trained], lambda own: ranks.append(own) or own) == ([False, True], 0.5)
-    assert have_tokens([masked, masked], lambda own: torch.cat([own, *ranks])) == ([False, True], 0.75)
-    assert have_tokens([trained, masked], lambda own: torch.cat([own, *ranks])) == ([True, True], 0.5)
-    assert have_tokens([masked], lambda own: own) == ([False], 1.0)
-
-
 def test_only_rows_that_train_have_an_age():
     metrics = closed([measured([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]], [4, 9, 1], mask=[[1, 0], [0, 0], [1, 1]])])
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2.5, 4)

@@ -96,6 +96,7 @@ def gradients(folder, case: dict, model=None, **settings) -> Gradients:
     has_bounds = {**case, **settings}["loss_type"] in CLIPPED_LOSS_TYPES
     fixed = FIXED if has_bounds and settings.get("search_scope") != "batch" else {}
     settings = {**fixed, **case, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, **settings}
+    settings = {"micro_batch_layout": "padded", **settings}  # the samples of a micro-batch are those of TRL's
     reward = often_tied if "replay_zero_advantage" in settings else digits_reward
     return toy_run(folder, model or ending_model(), Gradients, reward_funcs=reward, **settings)
 

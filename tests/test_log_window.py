@@ -1,14 +1,14 @@
 """What a line of the log says of the updates that it covers: means, maxima, minima, nothing where all is masked."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl import BAPOTrainer
+from bapo_trl.batch.update_means import OF_TOKENS, average_update
 from bapo_trl.checkpoints.files import MANIFEST
-from bapo_trl.checkpoints.log_window import LARGEST, OF_TOKENS, SMALLEST
+from bapo_trl.checkpoints.log_window import LARGEST, SMALLEST
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.replay.mixer import REPLAY_METRICS
 from bapo_trl.report.figure import PANELS
@@ -98,36 +98,62 @@ def test_an_update_of_masked_rows_alone_logs_no_value_of_tokens(tmp_path):
         assert log["grad_norm"] == 0
 
 
-def test_the_share_of_masked_rows_is_over_the_update(tmp_path):
-    class Masked(BAPOTrainer):
-        def _prepare_inputs(self, generation_batch):
-            batch = dict(super()._prepare_inputs(generation_batch))
-            batch["completion_mask"] = batch["completion_mask"].clone()
-            batch["completion_mask"][: 2 + self._step % 2] = 0
-            return batch
-
-    (log,) = training_logs(toy_run(tmp_path, trainer_class=Masked, max_steps=1))
-    assert log["bapo/masked_share"] == (2 + 3) / 12  # of two micro-batches of 6 rows
+def micro_batch(loss_tokens, num_rows=2, skipped_tokens=0, skipped=0, counted=None):
+    """What two ranks know of a micro-batch, as far as TRL's values need it."""
+    return SimpleNamespace(
+        loss_tokens=loss_tokens, counted=loss_tokens if counted is None else counted, num_rows=num_rows,
+        skipped=skipped, trl_loss_tokens=loss_tokens + skipped_tokens, trl_rows=num_rows + skipped,
+    )  # fmt: skip
 
 
-def test_a_micro_batch_without_a_token_counts_in_no_mean(tmp_path):
-    """TRL takes its entropy and clip ratios for 0, so that they are half of those of the other micro-batch."""
+def averaged(values, update, of_samples=(), is_padded=False):
+    values = {name: list(each) for name, each in values.items()}
+    average_update(values, update, of_samples, is_padded)
+    return values
 
-    def run(trainer_class, **settings):
-        class SecondIsMasked(trainer_class):
-            def _prepare_inputs(self, generation_batch):
-                batch = dict(super()._prepare_inputs(generation_batch))
-                return batch if self._step % 2 == 0 else {**batch, "completion_mask": batch["completion_mask"] * 0}
 
-        return training_logs(toy_run(tmp_path, trainer_class=SecondIsMasked, loss_type="bnpo", **settings))
+def test_in_trls_layout_a_micro_batch_without_a_token_counts_in_no_mean():
+    """TRL takes its entropy and clip ratios for 0."""
+    values = {"entropy": [9.0, 2.0, 0.0], "clip_ratio/low_mean": [9.0, 0.5, 0.0], "reward": [1.0]}
+    found = averaged(values, [micro_batch(6), micro_batch(0)], is_padded=True)
+    assert found["reward"] == [1.0]
+    assert found["entropy"][:2] == [9.0, 2.0]
+    assert found["clip_ratio/low_mean"][:2] == [9.0, 0.5]
+    assert math.isnan(found["entropy"][2])
 
-    fixed = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.28, "ratio_upper_max": 1.28}
-    trl = run(GRPOTrainer, config_class=GRPOConfig, epsilon=0.2, epsilon_high=0.28)
-    ours = run(BAPOTrainer, **fixed)
-    for name in ("entropy", "clip_ratio/region_mean", "clip_ratio/high_mean"):
-        assert [log[name] for log in ours] == [2 * log[name] for log in trl], name
-    assert max(log["clip_ratio/region_mean"] for log in ours) > 0
-    assert {log["bapo/masked_share"] for log in ours} == {0.5}
+
+def test_means_are_over_the_tokens_of_the_update_and_skipped_samples_are_not_clipped():
+    update = [micro_batch(6), micro_batch(2, skipped_tokens=4, skipped=1), micro_batch(0)]
+    values = {
+        "entropy": [9.0, 2.0, 6.0, 0.0], "clip_ratio/low_mean": [9.0, 0.5, 0.25, 0.0],
+        "clip_ratio/low_min": [9.0, 0.3, 0.1, math.nan], "clip_ratio/high_max": [9.0, 0.6, 0.2, math.nan],
+    }  # fmt: skip
+    assert averaged(values, update) == {
+        "entropy": [9.0, (6 * 2.0 + 2 * 6.0) / 8],
+        "clip_ratio/low_mean": [9.0, (6 * 0.5 + 2 * 0.25) / 12],
+        "clip_ratio/low_min": [9.0, 0.0],  # of the skipped sample
+        "clip_ratio/high_max": [9.0, 0.6],
+    }
+
+
+def test_values_of_samples_are_weighted_by_samples():
+    update = [micro_batch(6, num_rows=4), micro_batch(2, num_rows=1, skipped=1)]
+    values = {"clip_ratio/low_mean": [0.5, 0.0], "vespo/phi_seq_mean": [1.0, 2.0]}
+    found = averaged(values, update, of_samples=values)
+    assert found == {"clip_ratio/low_mean": [4 * 0.5 / 6], "vespo/phi_seq_mean": [(4 * 1.0 + 2.0) / 5]}
+
+
+def test_a_log_line_within_the_update_leaves_the_later_micro_batches():
+    values = {"entropy": [3.0], "clip_ratio/low_mean": [0.5]}
+    found = averaged(values, [micro_batch(6), micro_batch(2, skipped_tokens=2)])
+    assert found == {"entropy": [3.0], "clip_ratio/low_mean": [0.25]}
+
+
+def test_without_a_token_there_is_no_value():
+    found = averaged({"entropy": [0.0], "clip_ratio/low_mean": [0.0]}, [micro_batch(0)])
+    assert all(math.isnan(value) for (value,) in found.values())
+    found = averaged({"clip_ratio/low_mean": [0.0]}, [micro_batch(0, skipped_tokens=3, skipped=1)])
+    assert found == {"clip_ratio/low_mean": [0.0]}
 
 
 @pytest.mark.parametrize("reward", [None, 1.0], ids=["undefined", "the same for all"])

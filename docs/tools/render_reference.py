@@ -42,6 +42,10 @@ GROUPS = {
         "Off by default. [How BAPO works](how_bapo_works.md) has the formula.",
         ("negative_weight_min",),
     ),
+    "Micro-batches": (
+        "Compute no padding, and no sample without a gradient ([Micro-batches](micro_batches.md)).",
+        ("micro_batch_", "skip_"),
+    ),
     "Replay buffer": ("Train again on finished samples ([Replay buffer](replay.md)).", ("replay_",)),
     "Partial rollouts": (
         "Pause unfinished completions; a later policy continues them ([Partial rollouts](partial_rollouts.md)).",
@@ -51,7 +55,10 @@ GROUPS = {
         "Generate and train at the same time ([Overlapped generation](overlapped_generation.md)).",
         ("overlap_",),
     ),
-    "vLLM": ("Checks and timeouts of a vLLM server ([ZeRO-3 with a vLLM server](zero3_vllm.md)).", ("vllm_",)),
+    "vLLM": (
+        "A vLLM server's checks, timeouts and log-probabilities ([ZeRO-3 with a vLLM server](zero3_vllm.md)).",
+        ("vllm_", "use_sampler_logps"),
+    ),
 }
 
 # Settings of a recipe that its section lists, if the recipe has them
