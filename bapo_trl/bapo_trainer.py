@@ -155,7 +155,10 @@ class BAPOTrainer(AtomicCheckpoints):
         self._log_window = LogWindow(self)
         self._few_positive_advice = FewPositiveAdvice(self.args, self.accelerator.is_main_process)
         self._settings = own_settings(self.args)
-        self._probes_padding = not self._is_vlm
+        trains_as_padded = self.args.micro_batch_layout == "padded" and not (
+            self.args.uses_replay or self.args.uses_partial_rollouts
+        )
+        self._probes_padding = not (trains_as_padded or self._is_vlm)
         self._generation = Generation()
         if self._server is not None:  # before the rounds, which need its context window
             self._server.begin_run()
@@ -475,7 +478,7 @@ class BAPOTrainer(AtomicCheckpoints):
         finally:
             self._loss_inputs, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
-            metrics = self._bounds.close() | self._micro_batches.close(self._metrics["train"])
+            metrics = self._micro_batches.close(self._metrics["train"], self._bounds.close())
             self._log_values(metrics)
             self._few_positive_advice.observe(metrics, self.state.global_step + 1)
         return loss

@@ -36,12 +36,8 @@ from benchmarks.watched_training import SteppedTraining
 
 
 SHAPE = Shape(256, 1024, 4, 4, 2, 1024, ties_embeddings=False)
-ROWS, MICRO_BATCHES, UPDATES, GROUP = (
-    8,
-    4,
-    4,
-    4,
-)  # samples of a micro-batch; micro-batches, updates; samples of a prompt
+ROWS, MICRO_BATCHES, UPDATES = 8, 4, 4  # samples of a micro-batch; micro-batches of an update; updates
+GROUP = 4  # samples of a prompt
 LIMIT = 512  # tokens of a completion
 WARMUP_GENERATIONS = 1
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -87,9 +83,8 @@ class Completions:
     def reward(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         groups = len(completion_ids) // GROUP
         num_equal = round(self.workload.zero_advantage * groups)
-        return [
-            0.5 if row // GROUP < num_equal else ((sum(ids) + row) % 7) / 7 for row, ids in enumerate(completion_ids)
-        ]
+        differing = [((sum(ids) + row) % 7) / 7 for row, ids in enumerate(completion_ids)]
+        return [0.5 if row // GROUP < num_equal else value for row, value in enumerate(differing)]
 
 
 def make(kind: str, workload: Workload, folder: str, generations: int, model: Any = None) -> Any:

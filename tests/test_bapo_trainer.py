@@ -17,7 +17,6 @@ from bapo_trl.tasks import character_tokenizer
 from tests.helpers.toy import (
     CPU,
     OFF_POLICY,
-    ON_GPU,
     InUpdate,
     digits_reward,
     toy_dataset,
@@ -231,8 +230,8 @@ def test_a_second_call_to_train_starts_over(tmp_path):
     trainer.updates.pop()
     assert_logged_shares_are_those_of_the_loss(trainer)
     assert [log["staleness/max"] for log in training_logs(trainer)] == [0, 1]
-    # On a GPU the same tokens in other batches differ by roundings
-    assert training_logs(trainer)[0]["ratio/max"] == pytest.approx(1, abs=1e-5 if ON_GPU else 0)
+    # The same tokens in other batches differ by roundings
+    assert training_logs(trainer)[0]["ratio/max"] == pytest.approx(1, abs=1e-5)
 
 
 class Interrupted(TrainerCallback):
@@ -327,7 +326,7 @@ def test_a_short_last_window_is_searched_over_its_own_micro_batches(tmp_path):
 
 
 def test_every_metric_is_logged_at_every_update_and_agrees_with_its_definition(tmp_path):
-    trainer = trained(tmp_path)
+    trainer = trained(tmp_path, skip_zero_advantage=False)
     logs = training_logs(trainer)
     assert len(logs) == 4
     for age, (update, log) in enumerate(zip(trainer.updates, logs, strict=True)):
@@ -348,7 +347,7 @@ def test_every_metric_is_logged_at_every_update_and_agrees_with_its_definition(t
             is_negative = inputs["advantages"].unsqueeze(1) < 0
             is_clipped = (of_record < bounds.low) & is_negative | (of_record > bounds.high) & is_positive
             ratios.append(of_record[mask])
-            clipped.append(is_clipped[mask].float().mean().item())
+            clipped += is_clipped[mask].tolist()
         ratio = torch.cat(ratios).double()
         assert log["ratio/mean"] == pytest.approx(ratio.mean().item(), rel=1e-6)
         assert log["ratio/min"] == pytest.approx(ratio.min().item(), rel=1e-6)

@@ -167,7 +167,7 @@ def test_an_undefined_value_is_an_absent_key(tmp_path, reward):
 
     toy_run(
         tmp_path, reward_funcs=lambda completions, **kwargs: [reward] * len(completions),
-        max_steps=2, eval_strategy="steps", eval_steps=1,
+        max_steps=2, skip_zero_advantage=False, eval_strategy="steps", eval_steps=1,
         per_device_eval_batch_size=6, trainer_args={"eval_dataset": toy_dataset(4), "callbacks": [Keep()]},
     )  # fmt: skip
     assert not [name for log in logged for name, value in log.items() if value is None or math.isnan(value)]

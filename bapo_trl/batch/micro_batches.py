@@ -107,21 +107,25 @@ class MicroBatches:
         self._update.append(planned)
         return self._scale.times(planned.factor)
 
-    def close(self, values: MutableMapping[str, list[float]]) -> dict[str, float]:
+    def close(self, values: MutableMapping[str, list[float]], of_tokens: Mapping[str, float]) -> dict[str, float]:
         """
         End the update: return its metrics, and reduce TRL's values of its micro-batches to means over its tokens.
 
         In TRL's layout, the values stay those of TRL, less those of micro-batches without a token of the loss.
+        `of_tokens` are metrics of the update that are undefined if it has no such token.
         """
         update, self._update = self._update, []
         if not update:
-            return {}
+            return dict(of_tokens)
+        if not any(each.trl_loss_tokens for each in update):
+            of_tokens = dict.fromkeys(of_tokens, math.nan)
         of_samples = set() if self._has_token_advantages else {"vespo/phi_seq_mean"}
         if of_samples and self._settings.importance_sampling_level == "sequence":
             of_samples |= {name for name in OF_TOKENS if "clip" in name}
         average_update(values, update, of_samples, is_padded=self.layout == "padded")
         unpadded, real = (sum(getattr(each, name) for each in update) for name in ("unpadded", "trl_real"))
         return {
+            **of_tokens,
             "bapo/masked_share": sum(each.trl_masked for each in update) / sum(each.trl_rows for each in update),
             "padding/computed": sum(each.computed for each in update) / unpadded if unpadded else math.nan,
             "padding/skipped": sum(each.skipped for each in update) / real if real else math.nan,

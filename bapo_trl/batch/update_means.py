@@ -42,7 +42,8 @@ def _of_update(name: str, values: Sequence[float], update: Sequence[MicroBatch],
     known = [(value, each) for value, each in zip(values, update, strict=True) if not math.isnan(value)]
     counts_all = "clip" in name  # a sample without a gradient is not clipped
     if name.endswith(("_min", "_max")):
-        extremes = [value for value, _ in known] + [0.0] * any(each.skipped for each in update)
+        has_skipped = sum(each.trl_loss_tokens for each in update) > sum(each.loss_tokens for each in update)
+        extremes = [value for value, _ in known] + [0.0] * has_skipped
         return (min if name.endswith("_min") else max)(extremes, default=math.nan)
     if is_of_samples:
         total = sum(value * each.num_rows for value, each in known)

@@ -162,8 +162,8 @@ class UpdateLog:
         """
         Return the metrics of the update, and reset the log; `update` is its number, for the error message.
 
-        Undefined metrics are NaN. Without a token of the loss, all are undefined. A NaN or an
-        infinity in one of [`GUARDED_TENSORS`], on any rank, raises a `RuntimeError`.
+        Undefined metrics are NaN. A NaN or an infinity in one of [`GUARDED_TENSORS`], on any rank, raises a
+        `RuntimeError`.
         """
         bounds = average_searches(self.searches)
         device = self.searches[0].low.device
@@ -179,10 +179,7 @@ class UpdateLog:
                 "precision without loss scaling, then resume from a checkpoint. To change the learning rate, start a "
                 "new run with the checkpoint's folder as the model."
             )
-        metrics = {name: numbers[name] for name in bounds if name not in self._unlogged} | token_metrics(numbers)
-        if not numbers["versions"]:  # tokens of the loss, or samples with one
-            return dict.fromkeys(metrics, math.nan)
-        return metrics
+        return {name: numbers[name] for name in bounds if name not in self._unlogged} | token_metrics(numbers)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

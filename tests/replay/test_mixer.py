@@ -189,7 +189,7 @@ def test_rows_without_a_trained_token_give_their_place_and_stay_out_of_the_queue
 
 
 def test_metrics_of_the_queue_and_the_number_of_items_are_those_of_the_batch_that_is_trained(tmp_path):
-    trainer = spied(tmp_path, num_iterations=2, replay_capacity=60)
+    trainer = spied(tmp_path, num_iterations=2, replay_capacity=60, micro_batch_layout="padded")
     drawn = [log for log in training_logs(trainer) if "replay/size" in log]
     assert len(drawn) == 6  # one at each pass of two updates
     assert all(set(REPLAY_METRICS) <= set(log) for log in drawn)
