@@ -65,14 +65,16 @@ class BatchUpdates:
         window = [(step + i) % settings.steps_per_generation for i in range(count)]
         totals = read_ahead = None
         if settings.is_adaptive and settings.search_scope != "micro_batch":
-            is_new_buffer = buffer is not self._buffer
+            # With a single micro-batch, its loss has the tokens before it needs the bounds
+            ahead = [buffer[position] for position in window] if count > 1 else []
+            is_read = True
             if self.bounds.carries_over:
+                is_new_buffer = buffer is not self._buffer
+                is_read = is_new_buffer and self._policy_loss.know_ratios(ahead, are_fresh)
                 if is_new_buffer:
                     self._sum_advantages(buffer)
                 totals = reduce(operator.add, [self._totals[position] for position in window])
-            if is_new_buffer or not self.bounds.carries_over:
-                # With a single micro-batch, its loss has the tokens before it needs the bounds
-                ahead = [buffer[position] for position in window] if count > 1 else []
+            if is_read:
                 read_ahead = partial(self._policy_loss.tokens_ahead, ahead, are_fresh)
         bounds = self.bounds.begin(totals, read_ahead)
         left = settings.micro_batches_per_generation - step % settings.micro_batches_per_generation

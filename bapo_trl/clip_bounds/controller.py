@@ -122,7 +122,7 @@ class ClipBoundController:
         """
         Restore the carried-over curves and return `True`; change nothing and return `False` if their grid differs.
 
-        The next update computes curves from its own samples. It uses a restored curve only for a sign without tokens.
+        They are those of the last update before the checkpoint, so that a resumed run makes the same forecast.
         """
         if state["grid"] != asdict(self._grid):
             return False
