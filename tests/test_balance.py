@@ -265,6 +265,24 @@ def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_totals(
     assert sum(update[0]["bounds"].negative_weight < 1 for update in carried_run.updates) > 2
 
 
+def test_a_constant_added_to_each_reward_changes_no_bound(tmp_path):
+    """It changes no advantage but for rounding, and flat curves do not tell what a bound would clip."""
+    highs = []
+    for constant in (0.0, 0.1, 5.7):
+
+        def reward(completions, constant=constant, **kwargs):
+            return [constant + len(text) % 2 + 0.3 * (len(text) % 3) for text in completions]
+
+        trainer = toy_run(
+            tmp_path, loss_type="grpo", steps_per_generation=2, learning_rate=1e-3, max_steps=8, reward_funcs=reward
+        )
+        logs = training_logs(trainer)
+        assert {log["bapo/target_met"] for log in logs} == {1}
+        assert any(log["ratio/max"] > 1.01 for log in logs)
+        highs.append([log["bapo/clip_high"] for log in logs])
+    assert highs[0] == highs[1] == highs[2] == [1.2] * 8
+
+
 def test_an_update_on_replayed_samples_takes_the_curves_of_the_one_before(tmp_path):
     trainer = trained(tmp_path, **{**CARRIED, **ONE_UPDATE}, replay_fraction=0.5)
     for before, update in itertools.pairwise(trainer.updates):
