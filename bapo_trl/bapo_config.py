@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
+from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
@@ -296,8 +297,26 @@ def own_fields() -> tuple[Field, ...]:
 
 
 def own_settings(config: BAPOConfig) -> dict[str, Any]:
-    """Return the values of the fields that `BAPOConfig` adds, and of TRL's that the search depends on, by name."""
-    return {name: getattr(config, name) for name in (*(f.name for f in own_fields()), "loss_type", "delta")}
+    """Return the values of the fields that `BAPOConfig` adds, and of TRL's that a run reads once, by name."""
+    return {name: getattr(config, name) for name in (*(f.name for f in own_fields()), "delta")}
+
+
+def copied_settings(trainer: Any) -> dict[str, Any]:
+    """Return the values in `args` of the fields that are read when a trainer is created, by name."""
+    of_trl = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(TrainingArguments)}
+    names = {"epsilon", "vllm_request_timeout"} | (of_trl & vars(trainer).keys())  # copied under the same name
+    return {name: getattr(trainer.args, name) for name in sorted(names)}
+
+
+def check_copied(trainer: Any, settings: dict[str, Any]) -> None:
+    """Reject a change of [`copied_settings`]: TRL would train with one value, the search would follow another."""
+    for name, value in settings.items():
+        for holder in (trainer.args, trainer) if name in _READ_FROM_BOTH else (trainer.args,):
+            if getattr(holder, name) != value:
+                raise InputError(
+                    f"`{name}` was changed from {value!r} to {getattr(holder, name)!r} after the trainer was created, "
+                    "which reads it once: set it in the config before you create the trainer."
+                )
 
 
 def check_unchanged(config: BAPOConfig, settings: dict[str, Any]) -> None:
@@ -309,6 +328,11 @@ def check_unchanged(config: BAPOConfig, settings: dict[str, Any]) -> None:
                 "`train()` begins: set it before."
             )
 
+
+# TRL reads its copy in the trainer, this package the value in `args`
+_READ_FROM_BOTH = (
+    "loss_type", "importance_sampling_level", "off_policy_mask_threshold", "top_entropy_quantile", "num_iterations",
+)  # fmt: skip
 
 # As they are declared: parsers of command lines take `None` out of them
 _TYPES = {f.name: get_args(f.type) or (f.type,) for f in fields(BAPOConfig)}

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
-from .bapo_config import BAPOConfig, check_unchanged, own_settings
+from .bapo_config import BAPOConfig, check_copied, check_unchanged, copied_settings, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
 from .batch.reward_sums import best_of_k, zero_advantage_rows
@@ -109,6 +109,7 @@ class BAPOTrainer(AtomicCheckpoints):
         with client:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
+        self._copied_settings = copied_settings(self)
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
@@ -131,6 +132,7 @@ class BAPOTrainer(AtomicCheckpoints):
     # The run
 
     def train(self, *args, **kwargs):
+        check_copied(self, self._copied_settings)
         # A second call starts at policy version 0 again, where samples of the first call would look new
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
@@ -170,7 +172,7 @@ class BAPOTrainer(AtomicCheckpoints):
             score_ahead=self._score_ahead,
             off_policy_mask=self.get_off_policy_mask,
             entropy_mask=self.get_high_entropy_mask,
-            is_random=has_random_forward(self.model, self.args.neftune_noise_alpha),
+            is_random=has_random_forward(self.model, self.neftune_noise_alpha),
         )
         self._updates = BatchUpdates(self.args, self.accelerator, policy_loss, lambda: self.state.global_step + 1)
         self._bounds = self._updates.bounds
@@ -231,6 +233,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _prepare_inputs(self, generation_batch, *args, **kwargs):  # type: ignore[override]
         if self.model.training:
+            check_copied(self, self._copied_settings)
             check_unchanged(self.args, self._settings)
         step = self._step % self.args.micro_batches_per_generation
         starts_later_pass = step > 0 and step % self.args.steps_per_generation == 0

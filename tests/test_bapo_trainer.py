@@ -279,6 +279,52 @@ def test_a_setting_that_changes_during_a_run_is_rejected_by_name(tmp_path):
     assert [log["bapo/target_met"] for log in logs] == [log["bapo/positive_share"] >= 0.799 for log in logs]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss_type", "sapo"),
+        ("importance_sampling_level", "sequence"),
+        ("epsilon", 0.3),
+        ("epsilon_high", 0.3),
+        ("beta", 0.1),
+        ("off_policy_mask_threshold", 0.5),
+        ("top_entropy_quantile", 0.2),
+        ("num_iterations", 1),
+        ("temperature", 0.7),
+    ],
+)
+def test_a_setting_that_trl_copied_into_the_trainer_is_rejected_by_name_where_it_changes_afterwards(
+    tmp_path, name, value
+):
+    """TRL would train with the old value, and the search would follow the new one."""
+    trainer = toy_trainer(tmp_path, max_steps=1)
+    old = getattr(trainer.args, name)
+    setattr(trainer.args, name, value)
+    message = f"`{name}` was changed from {old!r} to {value!r} after the trainer was created.*before you create"
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    setattr(trainer.args, name, old)
+    trainer.train()
+
+
+@pytest.mark.parametrize("holder", ["args", "trainer"])
+def test_the_loss_cannot_change_on_one_side_alone_before_or_during_a_run(tmp_path, holder):
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            change()
+
+    def change():
+        (trainer if holder == "trainer" else trainer.args).loss_type = "sapo"
+
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Change()]})
+    for updates in (1, 0):  # the first time, during a run
+        trainer.state.global_step = 0
+        with pytest.raises(ValueError, match="`loss_type` was changed from 'dapo' to 'sapo' after the trainer was"):
+            trainer.train()
+        assert trainer.state.global_step == updates
+
+
 def saved_model(tmp_path) -> str:
     path = tmp_path / "start"
     toy_model().save_pretrained(path)
