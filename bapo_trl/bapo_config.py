@@ -3,7 +3,7 @@
 import inspect
 import math
 import textwrap
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from transformers import TrainingArguments
@@ -181,8 +181,13 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
 
     @property
     def bound_grid(self) -> BoundGrid:
-        """Candidate clip bounds of the search; under a loss without clip bounds, a single point that nothing reads."""
-        return super().bound_grid if self.has_clip_bounds else SINGLE_POINT
+        """Candidate clip bounds, up to `delta`; for a loss without clip bounds, a single point that nothing reads."""
+        if not self.has_clip_bounds:
+            return SINGLE_POINT
+        grid = super().bound_grid
+        if self.delta is None or self.delta >= grid.upper_max:
+            return grid
+        return replace(grid, upper_start=min(grid.upper_start, self.delta), upper_max=self.delta)
 
     @property
     def has_clip_bounds(self) -> bool:

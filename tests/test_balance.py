@@ -23,6 +23,7 @@ from tests.test_bapo_trainer import (
     assert_logged_shares_are_those_of_the_loss,
     expected_bounds,
     share_of,
+    spanning,
     trained,
 )
 
@@ -234,23 +235,24 @@ def test_vllms_correction_counts_in_the_share_of_each_loss_whatever_the_scope(tm
         torch.testing.assert_close(getattr(first["batch"], name), getattr(first["carried_over"], name))
 
 
-def curves_and_totals(update, grid) -> tuple[Contributions, Contributions]:
+def curves_and_totals(update, args) -> tuple[Contributions, Contributions]:
     """The curves of an update's tokens, and their total absolute advantages."""
     curves, totals = [], []
     for record in update:
         inputs = record["inputs"]
         tokens = policy_tokens(
-            record["logps"], inputs["old_per_token_logps"], inputs["advantages"], inputs["completion_mask"]
-        )
-        curves.append(contributions(tokens.ratio, tokens.advantages, tokens.weights, grid))
+            record["logps"], inputs["old_per_token_logps"], inputs["advantages"], inputs["completion_mask"],
+            weighs_by_length=args.loss_type == "grpo",
+        )  # fmt: skip
+        curves.append(contributions(tokens.ratio, tokens.advantages, tokens.weights, args.bound_grid))
         totals.append(size_contributions(torch.ones_like(tokens.ratio), tokens.advantages, tokens.weights))
     return reduce(operator.add, curves), reduce(operator.add, totals)
 
 
-def assert_forecast(before, update, args) -> None:
-    """See that an update has the bounds of the curves of the one before, scaled to its totals."""
-    seen, totals = curves_and_totals(before, args.bound_grid)
-    forecast = seen.over(totals, seen) * curves_and_totals(update, args.bound_grid)[1]
+def assert_forecast(before, update, args, count: int | None = None) -> None:
+    """See that an update has the bounds of the curves of the one before, scaled to the totals of its first tokens."""
+    seen, totals = curves_and_totals(before, args)
+    forecast = seen.over(totals, seen) * curves_and_totals(update[:count], args)[1]
     expected = search_bounds(
         forecast, args.bound_grid, args.positive_contribution_target, negative_weight_min=args.negative_weight_min
     )
@@ -281,6 +283,14 @@ def test_a_constant_added_to_each_reward_changes_no_bound(tmp_path):
         assert any(log["ratio/max"] > 1.01 for log in logs)
         highs.append([log["bapo/clip_high"] for log in logs])
     assert highs[0] == highs[1] == highs[2] == [1.2] * 8
+
+
+def test_the_curves_of_an_update_that_spans_two_generations_are_over_the_totals_of_both(tmp_path):
+    trainer = spanning(tmp_path, positive_contribution_target=0.7, negative_weight_min=0.05)
+    known = (3, 3, 2, 3, 3, 1)  # micro-batches that were sampled when the update began
+    for before, update, count in zip(trainer.updates[1:], trainer.updates[2:], known[2:], strict=False):
+        assert_forecast(before, update, trainer.args, count)
+    assert sum(update[0]["bounds"].negative_weight < 1 for update in trainer.updates[2:]) > 1
 
 
 def test_an_update_on_replayed_samples_takes_the_curves_of_the_one_before(tmp_path):
