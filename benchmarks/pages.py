@@ -28,6 +28,7 @@ from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
 from benchmarks.gpu_first_run.table import rewards_by_variant
+from benchmarks.health_rates import health_table
 from benchmarks.regime_contributions import PARTS
 from benchmarks.regime_verdict import (
     ARMS,
@@ -432,6 +433,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lora_transfer": lora_transfer_table,
     "gpu_chat": gpu_chat_table,
     "gpu_curve": gpu_curve_table,
+    "health": health_table,
     "overlap_time": overlap_time_table,
     "overlap_accuracy": overlap_accuracy_table,
     "async": async_table,
