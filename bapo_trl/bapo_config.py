@@ -3,9 +3,10 @@
 import inspect
 import math
 import textwrap
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
+from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
@@ -209,8 +210,13 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
 
     @property
     def bound_grid(self) -> BoundGrid:
-        """Candidate clip bounds of the search; under a loss without clip bounds, a single point that nothing reads."""
-        return super().bound_grid if self.has_clip_bounds else SINGLE_POINT
+        """Candidate clip bounds, up to `delta`; for a loss without clip bounds, a single point that nothing reads."""
+        if not self.has_clip_bounds:
+            return SINGLE_POINT
+        grid = super().bound_grid
+        if self.delta is None or self.delta >= grid.upper_max:
+            return grid
+        return replace(grid, upper_start=min(grid.upper_start, self.delta), upper_max=self.delta)
 
     @property
     def has_clip_bounds(self) -> bool:
@@ -330,8 +336,26 @@ def own_fields() -> tuple[Field, ...]:
 
 
 def own_settings(config: BAPOConfig) -> dict[str, Any]:
-    """Return the values of the fields that `BAPOConfig` adds, and of TRL's that the search depends on, by name."""
-    return {name: getattr(config, name) for name in (*(f.name for f in own_fields()), "loss_type", "delta")}
+    """Return the values of the fields that `BAPOConfig` adds, and of TRL's that a run reads once, by name."""
+    return {name: getattr(config, name) for name in (*(f.name for f in own_fields()), "delta")}
+
+
+def copied_settings(trainer: Any) -> dict[str, Any]:
+    """Return the values in `args` of the fields that are read when a trainer is created, by name."""
+    of_trl = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(TrainingArguments)}
+    names = {"epsilon", "vllm_request_timeout"} | (of_trl & vars(trainer).keys())  # copied under the same name
+    return {name: getattr(trainer.args, name) for name in sorted(names)}
+
+
+def check_copied(trainer: Any, settings: dict[str, Any]) -> None:
+    """Reject a change of [`copied_settings`]: TRL would train with one value, the search would follow another."""
+    for name, value in settings.items():
+        for holder in (trainer.args, trainer) if name in _READ_FROM_BOTH else (trainer.args,):
+            if getattr(holder, name) != value:
+                raise InputError(
+                    f"`{name}` was changed from {value!r} to {getattr(holder, name)!r} after the trainer was created, "
+                    "which reads it once: set it in the config before you create the trainer."
+                )
 
 
 def check_unchanged(config: BAPOConfig, settings: dict[str, Any]) -> None:
@@ -343,6 +367,11 @@ def check_unchanged(config: BAPOConfig, settings: dict[str, Any]) -> None:
                 "`train()` begins: set it before."
             )
 
+
+# TRL reads its copy in the trainer, this package the value in `args`
+_READ_FROM_BOTH = (
+    "loss_type", "importance_sampling_level", "off_policy_mask_threshold", "top_entropy_quantile", "num_iterations",
+)  # fmt: skip
 
 # As they are declared: parsers of command lines take `None` out of them
 _TYPES = {f.name: get_args(f.type) or (f.type,) for f in fields(BAPOConfig)}

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
-from .bapo_config import BAPOConfig, check_unchanged, own_settings
+from .bapo_config import BAPOConfig, check_copied, check_unchanged, copied_settings, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.micro_batches import MicroBatches
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
@@ -111,6 +111,7 @@ class BAPOTrainer(AtomicCheckpoints):
         with client:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
+        self._copied_settings = copied_settings(self)
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._known_logps: list[list[float | None]] | None = None  # set from a generation until TRL scores it
@@ -134,6 +135,7 @@ class BAPOTrainer(AtomicCheckpoints):
     # The run
 
     def train(self, *args, **kwargs):
+        check_copied(self, self._copied_settings)
         # A second call starts at policy version 0 again, where samples of the first call would look new
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
@@ -176,7 +178,7 @@ class BAPOTrainer(AtomicCheckpoints):
             score_ahead=self._score_ahead,
             off_policy_mask=self.get_off_policy_mask,
             entropy_mask=self.get_high_entropy_mask,
-            is_random=has_random_forward(self.model, self.args.neftune_noise_alpha),
+            is_random=has_random_forward(self.model, self.neftune_noise_alpha),
         )
         self._micro_batches = MicroBatches(self.args, self.accelerator, self._parts_of_loss(), self.accelerator.print)
         self._scale = LossScale()  # of the micro-batch whose loss is being computed
@@ -250,6 +252,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _prepare_inputs(self, generation_batch, *args, **kwargs):  # type: ignore[override]
         if self.model.training:
+            check_copied(self, self._copied_settings)
             check_unchanged(self.args, self._settings)
         step = self._step % self.args.micro_batches_per_generation
         starts_later_pass = step > 0 and step % self.args.steps_per_generation == 0

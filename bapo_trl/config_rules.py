@@ -34,20 +34,12 @@ def _check_search(config: Any) -> None:
     check_epsilons(config)
     if not config.has_clip_bounds:
         _check_unclipped_loss(config)
+    if config.has_clip_bounds and config.delta is not None and not config.delta >= 1:
+        raise InputError(
+            f"`delta` is {config.delta}: below 1, it stops the gradient of fresh samples, whose ratios are 1. Set it "
+            "to at least 1, e.g. 3.0, or unset it."
+        )
     check_bounds(config)
-    if config.has_clip_bounds and config.delta is not None and not config.delta >= config.ratio_upper_max:
-        raise InputError(
-            f"`delta` is {config.delta}, below `ratio_upper_max`, which is {config.ratio_upper_max}: it would cap "
-            "positive tokens before the upper bound does. Raise `delta` to at least `ratio_upper_max`, or unset it."
-        )
-    window, generation = config.gradient_accumulation_steps, config.micro_batches_per_generation
-    if config.search_scope != "micro_batch" and config.is_adaptive and generation % window != 0:
-        raise InputError(
-            f"`search_scope` is {config.search_scope!r}, but an optimizer step of {window} micro-batches "
-            f"(`gradient_accumulation_steps`) would span two generation steps of {generation} (`steps_per_generation` "
-            "x `num_iterations`), and the second is not sampled yet. Set `gradient_accumulation_steps` to a divisor "
-            f"of {generation}, `steps_per_generation` to a multiple of {window}, or `search_scope` to 'micro_batch'."
-        )
 
 
 def check_bounds(config: Any) -> None:

@@ -28,6 +28,7 @@ from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
 from benchmarks.gpu_first_run.table import rewards_by_variant
+from benchmarks.health_rates import health_table
 from benchmarks.regime_contributions import PARTS
 from benchmarks.regime_verdict import (
     ARMS,
@@ -362,6 +363,13 @@ def gpu_chat_table() -> str:
     return markdown(header, rewards_by_variant(cases))
 
 
+def gpu_curve_table() -> str:
+    """Return the rewards and the entropy of the chat model over a run on a GPU."""
+    run = json.loads((RESULTS / "gpu_h100.json").read_text())["earlier"]["smollm2_sums_by_transformers"]["log"]
+    lines = [[name, *(f"{log[name]:.2f}" for log in run)] for name in ("reward", "entropy")]
+    return markdown(["update", *(str(log["step"]) for log in run)], lines)
+
+
 def lora_transfer_table() -> str:
     """Return how far vLLM's weights are from the trainer's policy, by the adapter's training."""
     results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
@@ -424,6 +432,8 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "lora_transfer": lora_transfer_table,
     "gpu_chat": gpu_chat_table,
+    "gpu_curve": gpu_curve_table,
+    "health": health_table,
     "overlap_time": overlap_time_table,
     "overlap_accuracy": overlap_accuracy_table,
     "async": async_table,

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import operator
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 import torch
@@ -11,12 +13,19 @@ from trl import GRPOConfig, GRPOTrainer
 from bapo_trl import BAPOConfig
 from bapo_trl.checkpoints import curves as curves_file
 from bapo_trl.checkpoints.curves import CURVES_FILE
-from bapo_trl.clip_bounds import Contributions, contributions, search_bounds
+from bapo_trl.clip_bounds import Contributions, contributions, search_bounds, size_contributions
 from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.clip_bounds.tokens import policy_tokens
 from tests.helpers.alike import assert_same_logs, assert_same_weights
 from tests.helpers.toy import CPU, toy_model, toy_run, toy_trainer, training_logs
-from tests.test_bapo_trainer import Recorder, expected_bounds, share_of, trained
+from tests.test_bapo_trainer import (
+    Recorder,
+    assert_logged_shares_are_those_of_the_loss,
+    expected_bounds,
+    share_of,
+    spanning,
+    trained,
+)
 
 
 UNCLIPPED = {"cispo": {"epsilon_high": 1.1}, "sapo": {}, "vespo": {}}
@@ -171,6 +180,7 @@ CARRIED = {
     "gradient_accumulation_steps": 2, "steps_per_generation": 8, "learning_rate": 1e-2, "max_steps": 8,
     "num_iterations": 1,
 }  # fmt: skip
+ONE_UPDATE = {"steps_per_generation": 2, "max_steps": 4}  # per generation
 
 
 @pytest.fixture(scope="module")
@@ -225,49 +235,86 @@ def test_vllms_correction_counts_in_the_share_of_each_loss_whatever_the_scope(tm
         torch.testing.assert_close(getattr(first["batch"], name), getattr(first["carried_over"], name))
 
 
+def curves_and_totals(update, args) -> tuple[Contributions, Contributions]:
+    """The curves of an update's tokens, and their total absolute advantages."""
+    curves, totals = [], []
+    for record in update:
+        inputs = record["inputs"]
+        tokens = policy_tokens(
+            record["logps"], inputs["old_per_token_logps"], inputs["advantages"], inputs["completion_mask"],
+            weighs_by_length=args.loss_type == "grpo",
+        )  # fmt: skip
+        curves.append(contributions(tokens.ratio, tokens.advantages, tokens.weights, args.bound_grid))
+        totals.append(size_contributions(torch.ones_like(tokens.ratio), tokens.advantages, tokens.weights))
+    return reduce(operator.add, curves), reduce(operator.add, totals)
+
+
+def assert_forecast(before, update, args, count: int | None = None) -> None:
+    """See that an update has the bounds of the curves of the one before, scaled to the totals of its first tokens."""
+    seen, totals = curves_and_totals(before, args)
+    forecast = seen.over(totals, seen) * curves_and_totals(update[:count], args)[1]
+    expected = search_bounds(
+        forecast, args.bound_grid, args.positive_contribution_target, negative_weight_min=args.negative_weight_min
+    )
+    for name in ("low", "high", "negative_weight"):
+        torch.testing.assert_close(getattr(update[0]["bounds"], name), getattr(expected, name))
+
+
 def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_totals(carried_run):
-    grid, target = carried_run.args.bound_grid, carried_run.args.positive_contribution_target
-
-    def tokens_of(update):
-        logps, old, advantages, mask = (
-            torch.cat([record["inputs"][key] if key in record["inputs"] else record[key] for record in update])
-            for key in ("logps", "old_per_token_logps", "advantages", "completion_mask")
-        )
-        return policy_tokens(logps, old, advantages, mask)
-
-    def totals_of(update):
-        tokens = tokens_of(update)
-        sizes = (tokens.weights * tokens.advantages.unsqueeze(1)).double()
-        return Contributions(sizes.clamp(min=0).sum(), -sizes.clamp(max=0).sum())
-
-    moved = 0
     for generation in (carried_run.updates[:4], carried_run.updates[4:]):
         for before, update in itertools.pairwise(generation):
-            tokens, totals, next_totals = tokens_of(before), totals_of(before), totals_of(update)
-            seen = contributions(tokens.ratio, tokens.advantages, tokens.weights, grid)
-            forecast = Contributions(
-                seen.positive / totals.positive * next_totals.positive,
-                seen.negative / totals.negative * next_totals.negative,
-            )
-            expected = search_bounds(forecast, grid, target, negative_weight_min=0.05)
-            bounds = update[0]["bounds"]
-            found = [bounds.low, bounds.high, bounds.negative_weight]
-            torch.testing.assert_close(found, [expected.low, expected.high, expected.negative_weight])
-            moved += int(bounds.negative_weight < 1)
-    assert moved > 2
+            assert_forecast(before, update, carried_run.args)
+    assert sum(update[0]["bounds"].negative_weight < 1 for update in carried_run.updates) > 2
+
+
+def test_a_constant_added_to_each_reward_changes_no_bound(tmp_path):
+    """It changes no advantage but for rounding, and flat curves do not tell what a bound would clip."""
+    highs = []
+    for constant in (0.0, 0.1, 5.7):
+
+        def reward(completions, constant=constant, **kwargs):
+            return [constant + len(text) % 2 + 0.3 * (len(text) % 3) for text in completions]
+
+        trainer = toy_run(
+            tmp_path, loss_type="grpo", steps_per_generation=2, learning_rate=1e-3, max_steps=8, reward_funcs=reward
+        )
+        logs = training_logs(trainer)
+        assert {log["bapo/target_met"] for log in logs} == {1}
+        assert any(log["ratio/max"] > 1.01 for log in logs)
+        highs.append([log["bapo/clip_high"] for log in logs])
+    assert highs[0] == highs[1] == highs[2] == [1.2] * 8
+
+
+def test_the_curves_of_an_update_that_spans_two_generations_are_over_the_totals_of_both(tmp_path):
+    trainer = spanning(tmp_path, positive_contribution_target=0.7, negative_weight_min=0.05)
+    known = (3, 3, 2, 3, 3, 1)  # micro-batches that were sampled when the update began
+    for before, update, count in zip(trainer.updates[1:], trainer.updates[2:], known[2:], strict=False):
+        assert_forecast(before, update, trainer.args, count)
+    assert sum(update[0]["bounds"].negative_weight < 1 for update in trainer.updates[2:]) > 1
+
+
+def test_an_update_on_replayed_samples_takes_the_curves_of_the_one_before(tmp_path):
+    trainer = trained(tmp_path, **{**CARRIED, **ONE_UPDATE}, replay_fraction=0.5)
+    for before, update in itertools.pairwise(trainer.updates):
+        assert_forecast(before, update, trainer.args)
+    assert sum(update[0]["bounds"].negative_weight < 1 for update in trainer.updates[1:]) > 1
 
 
 @pytest.mark.parametrize(
-    ("args", "generations"),
+    "args",
     [
-        ({"model": toy_model(attention_dropout=0.3)}, 2),
-        ({"top_entropy_quantile": 0.5}, 2),
-        ({"replay_fraction": 0.5}, 1),  # the first fills the queue
+        {"model": toy_model(attention_dropout=0.3)},
+        {"top_entropy_quantile": 0.5},
+        {"replay_fraction": 0.5},
+        {"replay_fraction": 0.5, **ONE_UPDATE},
+        {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 3, **ONE_UPDATE},
     ],
+    ids=["dropout", "entropy mask", "replay", "replay, one update", "partial rollouts, one update"],
 )
-def test_a_generation_whose_ratios_are_not_one_for_sure_is_looked_ahead_at_once(tmp_path, args, generations):
-    trainer = trained(tmp_path, **CARRIED, **args)
-    assert trainer.look_ahead_calls == 2 * generations  # its first update, of two micro-batches
+def test_carried_curves_need_no_forward_pass_whether_or_not_the_ratios_are_one(tmp_path, args):
+    trainer = trained(tmp_path, **{**CARRIED, **args})
+    assert trainer.look_ahead_calls == 0
+    assert_logged_shares_are_those_of_the_loss(trainer)
 
 
 @pytest.mark.parametrize(("dropout", "args"), [(0.3, {}), (0.0, {"replay_fraction": 0.5})])

@@ -14,6 +14,9 @@ from bapo_trl.batch.reward_sums import best_of_k
 from bapo_trl.clip_bounds import SCOPES, contributions, search_bounds
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.tasks import character_tokenizer
+from tests.helpers.commands import succeeded
+from tests.helpers.forked import run_function
+from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.toy import (
     CPU,
     OFF_POLICY,
@@ -171,7 +174,7 @@ def test_the_logged_share_is_that_of_the_actual_loss(tmp_path, scope, args):
 
 
 def test_behaviour_probabilities_weigh_on_policy_samples_too(tmp_path):
-    settings = {"steps_per_generation": 2, "num_iterations": 1, "max_steps": 3}
+    settings = {"steps_per_generation": 2, "num_iterations": 1, "max_steps": 3, "search_scope": "batch"}
     with pytest.warns(UserWarning, match="always 1"):
         trainer = trained(tmp_path, contribution_weighting="behavior_prob", **settings)
     for update in trainer.updates:
@@ -275,7 +278,53 @@ def test_a_setting_that_changes_during_a_run_is_rejected_by_name(tmp_path):
     assert trainer.state.global_step == 1
     trainer.train()  # between two runs it may
     logs = training_logs(trainer)
-    assert [log["bapo/target_met"] for log in logs] == [log["bapo/positive_share"] >= 0.8 for log in logs]
+    assert [log["bapo/target_met"] for log in logs] == [log["bapo/positive_share"] >= 0.799 for log in logs]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss_type", "sapo"),
+        ("importance_sampling_level", "sequence"),
+        ("epsilon", 0.3),
+        ("epsilon_high", 0.3),
+        ("beta", 0.1),
+        ("off_policy_mask_threshold", 0.5),
+        ("top_entropy_quantile", 0.2),
+        ("num_iterations", 1),
+        ("temperature", 0.7),
+    ],
+)
+def test_a_setting_that_trl_copied_into_the_trainer_is_rejected_by_name_where_it_changes_afterwards(
+    tmp_path, name, value
+):
+    """TRL would train with the old value, and the search would follow the new one."""
+    trainer = toy_trainer(tmp_path, max_steps=1)
+    old = getattr(trainer.args, name)
+    setattr(trainer.args, name, value)
+    message = f"`{name}` was changed from {old!r} to {value!r} after the trainer was created.*before you create"
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    setattr(trainer.args, name, old)
+    trainer.train()
+
+
+@pytest.mark.parametrize("holder", ["args", "trainer"])
+def test_the_loss_cannot_change_on_one_side_alone_before_or_during_a_run(tmp_path, holder):
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            change()
+
+    def change():
+        (trainer if holder == "trainer" else trainer.args).loss_type = "sapo"
+
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Change()]})
+    for updates in (1, 0):  # the first time, during a run
+        trainer.state.global_step = 0
+        with pytest.raises(ValueError, match="`loss_type` was changed from 'dapo' to 'sapo' after the trainer was"):
+            trainer.train()
+        assert trainer.state.global_step == updates
 
 
 def saved_model(tmp_path) -> str:
@@ -320,6 +369,72 @@ def test_a_short_last_window_is_searched_over_its_own_micro_batches(tmp_path):
     assert [len(update) for update in trainer.updates] == [4, 2]
     for update in trainer.updates:
         assert_same_bounds(update[0]["bounds"], expected_bounds(update, trainer.args))
+
+
+def spanning(tmp_path, **args) -> Recorder:
+    """Train 6 updates of 3 micro-batches on generations of 8, in two passes: the third and the sixth span two."""
+    return trained(tmp_path, gradient_accumulation_steps=3, max_steps=6, loss_type="grpo", **args)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_an_update_that_spans_two_generations_has_the_bounds_of_its_tokens_of_the_first(tmp_path, scope):
+    trainer = spanning(tmp_path, search_scope=scope, positive_contribution_target=0.7, negative_weight_min=0.05)
+    assert [len(update) for update in trainer.updates] == [3] * 6
+    # All but the first update, of fresh samples; the third has 2 micro-batches of the first generation, the sixth 1
+    assert trainer.look_ahead_calls == (3 + 2 + 3 + 3 + 1 if scope == "batch" else 0)
+    logs = training_logs(trainer)
+    for update, log, known in zip(trainer.updates, logs, (3, 3, 2, 3, 3, 1), strict=True):
+        if scope != "micro_batch":
+            assert len({record["bounds"].negative_weight.item() for record in update}) == 1
+            assert log["bapo/positive_share"] == pytest.approx(share_of(update), rel=1e-5)
+        if scope == "batch":
+            expected = expected_bounds(update[:known], trainer.args)
+            for name in ("low", "high", "negative_weight", "target_met"):
+                torch.testing.assert_close(
+                    getattr(update[-1]["bounds"], name), getattr(expected, name), rtol=1e-5, atol=0
+                )
+    assert sum(log["bapo/negative_weight"] < 1 for log in logs) > 2
+
+
+@pytest.mark.parametrize("scope", AHEAD)
+def test_an_update_of_two_whole_generations_is_on_policy(tmp_path, scope):
+    settings = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 1, "max_steps": 2}
+    trainer = trained(tmp_path, search_scope=scope, loss_type="grpo", negative_weight_min=0.05, **settings)
+    assert trainer.look_ahead_calls == 0
+    assert_logged_shares_are_those_of_the_loss(trainer)
+    assert {log["ratio/max"] for log in training_logs(trainer)} == {1}
+
+
+def run_spanning_on_a_rank(folder: str) -> None:
+    finish(spanning(folder, negative_weight_min=0.05, positive_contribution_target=0.7), folder)
+
+
+@pytest.mark.processes
+def test_ranks_agree_in_an_update_that_spans_two_generations(tmp_path):
+    succeeded(run_function(run_spanning_on_a_rank, tmp_path, ranks=2))
+    one, other = (
+        [[log[f"bapo/{name}"] for name in ("clip_high", "negative_weight", "positive_share")] for log in rank["logs"]]
+        for rank in read_ranks(tmp_path)
+    )
+    assert one == other
+    assert len(one) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "upper"),
+    [
+        ({"delta": 1.5}, (1.2, 1.5)),
+        ({"delta": 1.1}, (1.1, 1.1)),
+        ({"delta": 1.5, "ratio_upper_start": 1.25, "ratio_upper_max": 1.25}, (1.25, 1.25)),  # none above `delta`
+    ],
+)
+def test_no_upper_bound_is_above_delta(tmp_path, recwarn, settings, upper):
+    trainer = trained(tmp_path, **settings, positive_contribution_target=0.9, learning_rate=5e-2, search_scope="batch")
+    highs = [log["bapo/clip_high"] for log in training_logs(trainer)]
+    assert (min(highs), max(highs)) == pytest.approx(upper)
+    assert_logged_shares_are_those_of_the_loss(trainer)
+    warned = [str(warning.message) for warning in recwarn if "`delta` is" in str(warning.message)]
+    assert len(warned) == ("ratio_upper_max" not in settings)
 
 
 # Logs

@@ -129,7 +129,8 @@ def fractions(smallest: int, largest: int, parts: int):
     return st.integers(smallest * parts, largest * parts).map(lambda number: number / parts)
 
 
-TOKEN = st.tuples(fractions(0, 4, 32), fractions(-2, 2, 4), fractions(0, 2, 2))  # ratio, advantage, weight
+WEIGHTS = fractions(0, 2, 2) | fractions(0, 8, 1).map(lambda number: number / 1024)  # which hardly change a share
+TOKEN = st.tuples(fractions(0, 4, 32), fractions(-2, 2, 4), WEIGHTS)  # ratio, advantage, weight
 ROWS = st.integers(1, 4).flatmap(
     lambda length: st.lists(st.lists(TOKEN, min_size=length, max_size=length), min_size=1, max_size=5)
 )
@@ -220,8 +221,52 @@ def test_the_order_of_the_sums_does_not_decide_a_tie(rows, length, advantage):
         for weight_min in (1.0, 0.1):
             bounds = search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=weight_min)
             assert (bounds.steps, bounds.target_met, bounds.negative_weight) == (0, True, 1)
-    missed = search_bounds(found[0], BoundGrid(), 0.5 + 1e-9)
-    assert (missed.steps, missed.target_met) == (51, False)
+
+
+GRID = BoundGrid(lower_start=0.5, lower_max=0.5, upper_start=1.0, upper_max=2.0, upper_step=0.5)
+
+
+@pytest.mark.parametrize(
+    ("positive", "target", "steps", "is_met"),
+    [  # P at the three upper bounds, with N = 1 - P at the first
+        ([0.5, 0.5, 0.5], 0.5 + 5e-4, 0, True),
+        ([0.5, 0.5, 0.5], 0.5 + 2e-3, 0, False),
+        ([0.5 - 2e-7, 0.5, 0.5], 0.5, 0, True),
+        ([0.4, 0.401, 0.401], 0.7, 0, False),  # 0.401 / 1.001 = 0.4006
+        ([0.4, 0.402, 0.402], 0.7, 2, False),  # 0.402 / 1.002 = 0.4012
+        ([0.4, 0.45, 0.6], 0.5 + 9e-4, 2, True),  # 0.6 / 1.2 = 0.5
+        ([0.4, 0.45, 0.6], 0.5 + 11e-4, 2, False),
+        ([0.4995, 0.6, 0.7], 0.5, 0, True),
+        ([0.4985, 0.6, 0.7], 0.5, 1, True),  # 0.6 / 1.1015
+    ],
+)
+def test_the_target_counts_as_met_from_a_thousandth_below_and_bounds_without_an_effect_stay(
+    positive, target, steps, is_met
+):
+    curves = Contributions(torch.tensor(positive).double(), 1 - torch.tensor(positive[:1]).double())
+    bounds = search_bounds(curves, GRID, target)
+    assert (bounds.steps.item(), bounds.target_met.item()) == (steps, is_met)
+
+
+@pytest.mark.parametrize(
+    ("weight_min", "share", "is_met"),
+    [  # P = 1, N = 4, target 0.5: a weight of 0.25 reaches it, one of 0.251 misses it by 0.001
+        (0.1, 0.5, True),
+        (0.25, 0.5, True),
+        (0.2505, 0.4995, True),
+        (0.26, 0.4902, False),
+        (1.0, 0.2, False),
+    ],
+)
+def test_the_weight_works_where_the_bounds_have_no_effect_and_its_share_decides_whether_the_target_is_met(
+    weight_min, share, is_met
+):
+    bounds = search_bounds(
+        Contributions(torch.ones(3).double(), torch.tensor([4.0]).double()), GRID, 0.5, negative_weight_min=weight_min
+    )
+    assert bounds.negative_weight.item() == pytest.approx(max(weight_min, 0.25))
+    assert bounds.positive_share.item() == pytest.approx(share, abs=1e-4)
+    assert (bounds.steps, bounds.target_met) == (0, is_met)
 
 
 @pytest.mark.parametrize(("rows", "most"), [(512, 60), (4, 40)])  # 2,048 tokens each
@@ -238,7 +283,7 @@ def test_a_search_on_an_accelerator_takes_few_kernels_and_little_memory(monkeypa
     assert 10 < len(kernels.names) <= most
     with Kernels() as of_weight:
         search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=0.05)
-    assert len(of_weight.names) < 25
+    assert len(of_weight.names) < 28
     if rows == 512:  # a small tensor more: 57 pairs of bounds
         assert kernels.peak_bytes <= 4 * ratio.nbytes + 2**12
 

@@ -109,6 +109,28 @@ def test_without_anything_random_fresh_samples_need_no_forward_pass(tmp_path, mo
     assert trainer.look_ahead_calls == 2 * 2
 
 
+@pytest.mark.parametrize("scope", ["batch", "carried_over"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"trainer_args": lora(lora_dropout=0.5)},
+        {"neftune_noise_alpha": 5.0, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"model": opt_model(dropout=0.3), "loss_type": "vespo"},
+    ],
+    ids=["lora", "noise", "opt"],
+)
+def test_an_on_policy_run_needs_no_forward_pass_whatever_is_random(tmp_path, scope, args):
+    """TRL divides by the log-probabilities of the same forward pass: each ratio is 1."""
+    trainer = trained(
+        tmp_path, search_scope=scope, steps_per_generation=2, num_iterations=1, negative_weight_min=0.05,
+        positive_contribution_target=0.7, **args,
+    )  # fmt: skip
+    assert trainer.look_ahead_calls == 0
+    assert_logged_shares_are_those_of_the_loss(trainer)
+    assert {log["ratio/max"] for log in training_logs(trainer)} == {1}
+    assert min(log["bapo/negative_weight"] for log in training_logs(trainer)) < 1
+
+
 @pytest.mark.parametrize(
     ("settings", "is_random"),
     [

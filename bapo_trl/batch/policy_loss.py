@@ -108,17 +108,32 @@ class PolicyLoss:
         size = self._loss.gradient_size(tokens, settings, inputs.get("importance_sampling_ratio"))
         return replace(tokens, gradient_size=size)
 
+    def know_ratios(self, micro_batches: Sequence[Mapping[str, Any]], are_fresh: bool) -> bool:
+        """
+        Return whether the tokens of the micro-batches of the coming update are known without a forward pass.
+
+        The ratios of fresh samples are 1: by definition without old log-probabilities, else if forward passes are not
+        random.
+        """
+        if not micro_batches:
+            return True
+        batch, settings = micro_batches[0], self._settings
+        # The off-policy mask compares log-probabilities with the sampler's
+        masks = settings.off_policy_mask_threshold is not None and "sampling_per_token_logps" in batch
+        reads_logps = masks or settings.contribution_weighting == "behavior_prob"
+        has_logps = "old_per_token_logps" in batch
+        are_known = not self._is_random if has_logps else not reads_logps
+        return are_fresh and are_known and settings.top_entropy_quantile == 1
+
     @torch.no_grad()
     def tokens_ahead(self, micro_batches: Sequence[Mapping[str, Any]], are_fresh: bool) -> list[PolicyTokens]:
         """
         Return the tokens of the micro-batches of the coming update as their losses will see them.
 
-        If the current policy sampled all of them (`are_fresh`), the ratios are 1, unless forward passes are random.
+        This takes a forward pass, unless they are known without one. `are_fresh`: the current policy sampled all.
         """
         micro_batches = [without_masked_values(inputs) for inputs in micro_batches]
-        if not micro_batches:
-            return []
-        if self._knows_ratios(micro_batches[0], are_fresh):
+        if self.know_ratios(micro_batches, are_fresh):
             return [self.tokens(inputs, _any_logps(inputs), None) for inputs in micro_batches]
         scores = self._score_ahead(micro_batches, self._settings.top_entropy_quantile < 1)
         return [
@@ -147,15 +162,6 @@ class PolicyLoss:
             weighting=self._settings.contribution_weighting,
             factors=factors,
         )
-
-    def _knows_ratios(self, batch: Mapping[str, Any], are_fresh: bool) -> bool:
-        """Return whether the tokens of the coming update are known without a forward pass."""
-        settings = self._settings
-        # The off-policy mask compares log-probabilities with the sampler's
-        masks = settings.off_policy_mask_threshold is not None and "sampling_per_token_logps" in batch
-        reads_logps = masks or settings.contribution_weighting == "behavior_prob"
-        lacks_logps = reads_logps and "old_per_token_logps" not in batch
-        return are_fresh and not self._is_random and settings.top_entropy_quantile == 1 and not lacks_logps
 
 
 def _any_logps(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

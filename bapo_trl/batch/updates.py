@@ -43,6 +43,7 @@ class BatchUpdates:
         self._sum_ranks = partial(accelerator.reduce, reduction="sum")
         self._buffer: Sequence[Mapping[str, Any]] | None = None  # the buffer that `_totals` belong to
         self._totals: list[Contributions] = []  # total absolute advantages of each micro-batch, of all ranks
+        self._num_expected = 0  # micro-batches of the current update that were in the buffer as it began, and are left
         self.bounds = ClipBoundController(
             settings, accelerator.device, reduce=self._sum_ranks, gather=accelerator.gather, update=update
         )
@@ -53,23 +54,29 @@ class BatchUpdates:
 
         `buffer` holds the micro-batches of the current pass, and is the same object in all its updates; `None` if the
         caller computes the loss of another batch. `are_fresh` says whether the current policy sampled all of them.
+        If the update spans two generation steps, its bounds are those for its micro-batches of the first one.
         """
         settings = self._settings
         if buffer is None:
+            self._num_expected = count
             return self.bounds.begin()
-        window = [(step + i) % settings.steps_per_generation for i in range(count)]
+        left = settings.micro_batches_per_generation - step % settings.micro_batches_per_generation
+        window = [(step + i) % settings.steps_per_generation for i in range(min(count, left))]
+        self._num_expected, is_whole = len(window), len(window) == count
         totals = read_ahead = None
         if settings.is_adaptive and settings.search_scope != "micro_batch":
-            is_new_buffer = buffer is not self._buffer
+            # With a single micro-batch, its loss has the tokens before it needs the bounds
+            ahead = [buffer[position] for position in window] if count > 1 else []
+            is_read = True
             if self.bounds.carries_over:
+                is_new_buffer = buffer is not self._buffer
+                is_read = count == 1 or (is_new_buffer and self._policy_loss.know_ratios(ahead, are_fresh))
                 if is_new_buffer:
                     self._sum_advantages(buffer)
                 totals = reduce(operator.add, [self._totals[position] for position in window])
-            if is_new_buffer or count == 1 or not self.bounds.carries_over:
-                # With a single micro-batch, its loss has the tokens before it needs the bounds
-                ahead = [buffer[position] for position in window] if count > 1 else []
+            if is_read:
                 read_ahead = partial(self._policy_loss.tokens_ahead, ahead, are_fresh)
-        return self.bounds.begin(totals, read_ahead)
+        return self.bounds.begin(totals, read_ahead, is_whole)
 
     def _sum_advantages(self, buffer: Sequence[Mapping[str, Any]]) -> None:
         """Compute the total absolute advantages of a buffer, with one reduction for all its updates."""
@@ -93,6 +100,10 @@ class BatchUpdates:
         Returns the bounds to train it with. The advantages in `inputs` are replaced by their weighted values, times a
         factor.
         """
+        self._num_expected -= 1
+        if self._num_expected < 0 and self.bounds.carries_over:  # of the second generation step
+            totals = self._sum_ranks(self._policy_loss.total_absolute_advantages(inputs).as_vector())
+            self.bounds.add_totals(Contributions.from_vector(totals, SINGLE_POINT))
         tokens = self._policy_loss.tokens(inputs, per_token_logps, entropies)
         bounds = self.bounds.observe(tokens, version - versions_of(inputs), is_last)
         advantages = tokens.advantages

@@ -35,5 +35,5 @@ def load_curves(bounds: ClipBoundController, folder: str | Path) -> None:
     if not is_restored and PartialState().is_main_process:
         warnings.warn(
             f"The checkpoint {folder} has no carried-over curves for these candidate bounds (`search_scope` "
-            "'carried_over'): if the first update lacks a sign of advantages, the curve of fresh samples is used."
+            "'carried_over'): unless the first update trains on fresh samples, its estimate assumes ratios of 1."
         )

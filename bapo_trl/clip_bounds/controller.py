@@ -66,6 +66,7 @@ class ClipBoundController:
         self,
         total_absolute_advantages: Contributions | None = None,
         read_ahead: Callable[[], Sequence[PolicyTokens]] | None = None,
+        is_whole: bool = True,
     ) -> ClipBounds:
         """
         Begin an update, and choose its bounds unless `observe` will.
@@ -74,19 +75,26 @@ class ClipBoundController:
         normalize the update's curves and, without `read_ahead`, rescale the carried-over curves. `read_ahead` returns
         the tokens of the update's micro-batches on this rank, as their losses will see them: the bounds are searched
         on these tokens. If it returns none, or neither argument is given, `observe` searches the bounds, on the only
-        micro-batch of the update or on each micro-batch (`search_scope` `"micro_batch"`).
+        micro-batch of the update or on each micro-batch (`search_scope` `"micro_batch"`). If the update will have
+        more micro-batches than both arguments cover (not `is_whole`), call `add_totals` for the others.
         """
         self._totals = total_absolute_advantages
         self._forecasts = total_absolute_advantages is not None and read_ahead is None
         if self._forecasts:  # logged at the end of the update, with the shares of its own tokens
             self.current = self._search(self._carried * total_absolute_advantages)
         ahead = [] if read_ahead is None else read_ahead()
-        self._searches_ahead = bool(ahead)
+        self._searches_ahead = bool(ahead) and is_whole
         for tokens in ahead:
             self._add(tokens)
-        if ahead:
+        if self._searches_ahead:
             self._use(self._search(self._take_curves()))
+        elif ahead:  # a part of the update stands for all of it
+            self.current, self._forecasts = self._search(self._sum_curves()), True
         return self.current
+
+    def add_totals(self, total_absolute_advantages: Contributions) -> None:
+        """Add the total absolute advantages of a micro-batch that `begin` did not know, of all ranks."""
+        self._totals = self._totals + total_absolute_advantages
 
     @torch.no_grad()
     def observe(self, tokens: PolicyTokens, staleness: torch.Tensor | None, is_last: bool) -> ClipBounds:
@@ -117,7 +125,7 @@ class ClipBoundController:
         """
         Restore the carried-over curves and return `True`; change nothing and return `False` if their grid differs.
 
-        The next update computes curves from its own samples. It uses a restored curve only for a sign without tokens.
+        They are those of the last update before the checkpoint, so that a resumed run makes the same forecast.
         """
         if state["grid"] != asdict(self._grid):
             return False
@@ -137,10 +145,14 @@ class ClipBoundController:
 
     def _take_curves(self) -> Contributions:
         """Return the curves, over all ranks, of the tokens since the last search; keep them if they carry over."""
-        curves = Contributions.from_vector(self._reduce(self._curves.as_vector()), self._grid)
-        self._curves = None
+        curves = self._sum_curves()
         if self._totals is not None:
             self._carried = curves.over(self._totals, self._carried)
+        return curves
+
+    def _sum_curves(self) -> Contributions:
+        curves = Contributions.from_vector(self._reduce(self._curves.as_vector()), self._grid)
+        self._curves = None
         return curves
 
     def _search(self, curves: Contributions) -> ClipBounds:

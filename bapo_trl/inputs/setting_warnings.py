@@ -23,6 +23,11 @@ def setting_warnings(config: Any) -> list[str]:
             f"`epsilon_high` is not set: `loss_type` '{config.loss_type}' caps every ratio at `epsilon` "
             f"({config.epsilon}), as TRL does. Set it to a cap above 1, e.g. 5.0."
         )
+    if config.has_clip_bounds and config.delta is not None and config.delta < config.ratio_upper_max:
+        messages.append(
+            f"`delta` is {config.delta}, below `ratio_upper_max`, which is {config.ratio_upper_max}: `delta` caps all "
+            f"ratios, so the upper clip bound is at most {config.delta}."
+        )
     if config.is_always_on_policy and config.has_clip_bounds and config.negative_weight_min == 1:
         messages.append(
             "All samples are trained on-policy: the importance ratio is always 1 and no clip bound has any effect. To "

@@ -73,7 +73,7 @@ def write_report(runs: Sequence[Run], path: str | Path) -> str:
     save_png(groups, Path(path))
     titles: dict[str, list[str]] = {}  # of the runs that share a finding, by the finding
     for run in (run for group in groups for run in group.runs):
-        for finding in examine(run.logs, run.facts):
+        for finding in examine(run.logs, run.facts, run.results):
             titles.setdefault(str(finding), []).append(run.title())
     findings: dict[str, list[str]] = {}  # by the titles of the runs that share them
     for line, some in titles.items():

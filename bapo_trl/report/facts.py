@@ -11,28 +11,21 @@ def facts_of(args: Any) -> dict[str, Any]:
     """
     ends = {"bapo/clip_low": args.bound_grid.lower, "bapo/clip_high": args.bound_grid.upper}
     limits = {metric: round(bounds[-1].item(), 9) for metric, bounds in ends.items() if len(bounds) > 1}
+    starts = [round(bounds[0].item(), 9) for bounds in ends.values()] if limits else None
     if args.is_always_on_policy:
         limits = {}  # the search has no effect
-    lower, upper = (metric in limits for metric in ends)
     searches_weight = args.negative_weight_min < 1 and not args.has_constant_weight
     has_stale_samples = args.largest_staleness > 0 or args.uses_partial_rollouts
     return {
         "method": method_name(args),
         "limits": limits,  # ends of the bounds that are searched
+        "start_bounds": starts,  # of adaptive bounds
         "target": args.positive_contribution_target if limits or searches_weight else None,
+        "has_clip_bounds": args.has_clip_bounds,
         "rows_per_generation": args.generation_batch_size,
-        "searches_lower": lower,
-        "searches_upper": upper,
-        "searches_lower_alone": lower and not upper,
-        "searches_weight": searches_weight,
-        "can_weigh": args.negative_weight_min == 1,
-        "can_raise_target": upper and args.positive_contribution_target < 1,
-        "has_stale_samples": has_stale_samples,
-        "has_queue": args.uses_replay,
         "can_be_fresher": has_stale_samples or args.uses_replay,
         "can_refill": not args.replay_zero_advantage,
         "uses_vllm": args.use_vllm,
-        "is_tempered": args.temperature != 1,
         "can_mask_truncated": not args.mask_truncated_completions,
     }
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .health import CUT_OFF_MAX, NO_SIGNAL_MAX, RATIO_MEAN_MAX, RATIO_MEAN_MIN
+from .health import CUT_OFF_MAX, NO_SIGNAL_MAX
 from .runs import Group, Points, Run
 
 
@@ -67,7 +67,7 @@ PANELS = (
             Line("ratio/max", "largest", over_seeds="high"),
             Line("ratio/min", "smallest", over_seeds="low"),
         ),
-        marks=(("healthy mean", RATIO_MEAN_MIN), ("", RATIO_MEAN_MAX)),
+        marks=(("healthy mean", 0.5), ("", 2.0)),
         is_log=True,
     ),
     Panel(

@@ -1,7 +1,6 @@
 """Health checks of a run: from its logs to findings in words. docs/monitor.md describes each check.
 
-The thresholds of `ratio/mean`, `ratio/ess` and `ratio/chi2` are those of verl's documentation on rollout correction
-(`docs/algo/rollout_corr.md`). The others are rules of thumb: beyond them, most of a batch trains nothing useful. A log
+`benchmarks/health_rates.py` measures how well the limits separate good runs of recorded studies from bad ones. A log
 is a mean over `logging_steps` updates, so single updates can be worse.
 """
 
@@ -15,20 +14,15 @@ import numpy as np
 from .runs import Logs, Points
 
 
-RATIO_MEAN_MIN, RATIO_MEAN_MAX = 0.5, 2.0  # of the importance ratio
-ESS_MIN = 0.3  # effective sample size over the number of ratios
-CHI2_MAX = 1.0
-TARGET_MISSED_MAX = 0.5  # of the updates
-ENTROPY_FACTOR, ENTROPY_UPDATES = 0.5, 50  # it falls to this part of itself within so many
+ESS_MIN, ESS_OFTEN = 0.3, 0.1  # effective sample size over the number of ratios; below it in this part of the logs
 NO_SIGNAL_MAX = 0.7  # of the completions, in groups whose rewards are all equal; DAPO samples these again
 CUT_OFF_MAX = 0.5  # of the completions
-AT_LIMIT_MAX, LATE_PART = 0.6, 1 / 3  # of the logs with a search, in this part of them, the latest
-MASKED_MAX = 0.5  # of the rows of an update
+FALL_MAX, FALL_ERRORS = 1 / 3, 2  # of the best accuracy; and so many standard errors, where they are known
+SAME_SHARE = 1e-3  # of the positive contribution, between bounds that make no difference
 LATEST_PART = 0.25  # of the logs, that lines on the present state of a run go by
-OFTEN = 0.1  # from this part of the logs on, a line on single logs is a warning; below, a note
-FEWEST_LOGS = 2  # for a verdict, and for a warning: a single one may be noise
+FEWEST_LOGS = 2  # for a verdict: a single one may be noise
 
-Found = tuple[str, str] | None  # severity and sentence
+Found = str | None  # sentence
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,7 @@ class Finding:
     """A line of the report: its subject, its severity, what was found, why it matters and what to do."""
 
     name: str
-    severity: str  # `warning`, `note` or `summary`
+    severity: str  # `warning` or `summary`
     sentence: str
     why: str = ""
     remedy: str = ""
@@ -53,29 +47,33 @@ class Check:
 
     name: str
     metric: str
-    find: Callable[[Points], Found]  # of at least `FEWEST_LOGS` values
+    find: Callable[[Points, Mapping[str, Any]], Found]  # of at least `FEWEST_LOGS` values, and the facts
     why: str  # it matters
     remedies: Mapping[str, str]  # what to try, and the fact of the run that it needs; none for ""
     needs: str = ""  # fact without which the check is not made
-    measure: Callable[[Logs, Mapping], Points] | None = None  # what it goes by; by default the values of the metric
+    measure: Callable[[Logs, Mapping[str, Any]], Points] | None = None  # by default the values of the metric
 
 
-def examine(logs: Logs, facts: Mapping[str, Any]) -> list[Finding]:
+def examine(logs: Logs, facts: Mapping[str, Any], results: Mapping[str, Any] | None = None) -> list[Finding]:
     """
     Return the health of a run: a summary of how many checks passed, then a finding for each check that did not.
 
     The summary names checks whose metric was not logged, or logged once. Checks that need facts of the run (see
-    `facts`) are made if the run has written these facts.
+    `facts`) are made if the run has written these facts. `results` are those of its evaluation before and after
+    training.
     """
+    accuracies = logs.accuracies(results or {})
+    starts_at_zero = len(accuracies.steps) > 0 and accuracies.values[0, 0] == 0
+    facts = {**facts, "accuracies": accuracies, "at_zero": starts_at_zero, "above_zero": not starts_at_zero}
     checks = [check for check in CHECKS if not check.needs or facts.get(check.needs)]
     points = {each.name: each.measure(logs, facts) if each.measure else logs.points(each.metric) for each in checks}
     made = [check for check in checks if len(points[check.name].steps) >= FEWEST_LOGS]
     findings = []
     for check in made:
-        found = check.find(points[check.name])
-        if found is not None:
-            remedies = [sentence for sentence, needs in check.remedies.items() if not needs or facts.get(needs)]
-            findings.append(Finding(check.name, *found, check.why, " ".join(remedies)))
+        sentence = check.find(points[check.name], facts)
+        if sentence is not None:
+            remedies = [remedy for remedy, needs in check.remedies.items() if not needs or facts.get(needs)]
+            findings.append(Finding(check.name, "warning", sentence, check.why, " ".join(remedies)))
     unchecked = []
     for count, reason in ((0, "not logged"), (1, "logged once, which may be noise")):
         names = [f"`{each.metric}`" for each in checks if len(points[each.name].steps) == count]
@@ -84,192 +82,136 @@ def examine(logs: Logs, facts: Mapping[str, Any]) -> list[Finding]:
     return [Finding("Health checks", "summary", " ".join([passed, *unchecked])), *findings]
 
 
-def _in_single_logs(verb: str, worst: str, excess: Callable[[np.ndarray], np.ndarray]) -> Callable[[Points], Found]:
-    """Return a function that finds logs whose excess over a threshold is above 0."""
-
-    def find(points: Points) -> Found:
-        over = excess(points.values)
-        count, total = int((over > 0).sum()), len(over)
-        if not count:
-            return None
-        farthest = over.argmax()
-        severity = "warning" if count >= max(FEWEST_LOGS, OFTEN * total) else "note"
-        at = f"{points.values[farthest]:.3g} at update {points.steps[farthest]}"
-        return severity, f"{verb} in {count} of {total} logs; {worst} {at}."
-
-    return find
-
-
-def _in_the_latest(largest: float, what: str) -> Callable[[Points], Found]:
-    """Return a function that finds a mean of the latest logs above a threshold."""
-
-    def find(points: Points) -> Found:
-        latest = _last(points.values, LATEST_PART)
-        since = f"in the latest {len(latest)} of {len(points.values)} logs"
-        mean = _mean(latest)
-        return ("warning", f"{mean:.0%} of the completions {what}, {since}.") if mean > largest else None
-
-    return find
-
-
-def _last(values: np.ndarray, part: float) -> np.ndarray:
-    return values[-max(FEWEST_LOGS, math.ceil(part * len(values))) :]
-
-
-def _mean(values: np.ndarray) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _target_missed(points: Points) -> Found:
-    missed = 1 - _mean(points.values)
-    return ("warning", f"in {missed:.0%} of the updates.") if missed > TARGET_MISSED_MAX else None
-
-
-def _entropy(points: Points) -> Found:
-    steps, values = points
-    # Of two logs in a row, so that no single one counts: the lower one before a fall, the higher one after it
-    before = np.minimum(values, np.concatenate([values[:1], values[:-1]]))
-    after = np.maximum(values[:-1], values[1:])
-    falls = []
-    for last in range(1, len(after)):
-        start = np.searchsorted(steps, steps[last] - ENTROPY_UPDATES)
-        if start < last:
-            first = start + before[start:last].argmax()
-            if before[first] > 0:
-                falls.append((after[last] / before[first], first, last))
-    part, first, last = min(falls, default=(math.inf, 0, 0))
-    if part > ENTROPY_FACTOR:
-        return None
-    high, low = (f"{values[place]:.3g} at update {steps[place]}" for place in (first, last))
-    return "warning", f"fell from {high} to {low}."
-
-
-def _at_limits(logs: Logs, facts: Mapping[str, Any]) -> Points:
-    """Return of each log with a search whether all bounds that are searched are where the search ends."""
-    steps, moves = logs.points("bapo/search_steps")
-    steps = steps[moves > 0]
-    are_at_limits = np.ones(len(steps))
-    for metric, limit in facts["limits"].items():
-        bound = logs.points(metric)
-        are_at_limits *= np.isin(steps, bound.steps[bound.values >= limit - 1e-4])
-    return Points(steps, are_at_limits)
-
-
-def _over_relaxed(points: Points) -> Found:
-    late = _last(points.values, LATE_PART)
-    if _mean(late) <= AT_LIMIT_MAX:
-        return None
-    return "warning", f"in {int(late.sum())} of the latest {len(late)} logs with a search."
-
-
 def _has_reward(logs: Logs, facts: Mapping[str, Any]) -> Points:
     """Return of each log with a generation whether its reward is defined."""
     steps, _ = logs.points("completions/mean_length")
     return Points(steps, np.isin(steps, logs.points("reward").steps))
 
 
+def _no_reward(points: Points, facts: Mapping[str, Any]) -> Found:
+    return None if any(points.values) else f"undefined in all {len(points.steps)} logs."
+
+
+def _has_fallen(points: Points, facts: Mapping[str, Any]) -> Found:
+    """Find the largest fall of the accuracy below its best value so far, as a part of that value."""
+    steps, values = points
+    best, falls = 0, []
+    for place, (accuracy, error) in enumerate(values):
+        highest, its_error = values[best]
+        if accuracy >= highest:
+            best = place
+        elif highest - accuracy > FALL_ERRORS * math.hypot(error, its_error):
+            falls.append((accuracy / highest, best, place))
+    part, high, low = min(falls, default=(math.inf, 0, 0))
+    if part > 1 - FALL_MAX + 1e-9:
+        return None
+    high_text, low_text, last_text = (f"{values[each, 0]:.3f} at update {steps[each]}" for each in (high, low, -1))
+    return f"fell from {high_text} to {low_text}{'' if steps[low] == steps[-1] else f'; {last_text}'}."
+
+
+def _often_below(points: Points, facts: Mapping[str, Any]) -> Found:
+    count, total = int((points.values < ESS_MIN).sum()), len(points.values)
+    if count < max(FEWEST_LOGS, ESS_OFTEN * total):
+        return None
+    lowest = points.values.argmin()
+    worst = f"{points.values[lowest]:.3g} at update {points.steps[lowest]}"
+    return f"below {ESS_MIN:g} of the samples in {count} of {total} logs; lowest {worst}."
+
+
+def _bounds_change_nothing(logs: Logs, facts: Mapping[str, Any]) -> Points:
+    """Return of each log whether the bounds left the positive contribution, and all ratios lie within their start."""
+    lower, upper = facts["start_bounds"]
+    names = ("bapo/positive_share", "bapo/positive_share_initial", "ratio/min", "ratio/max")
+    logged = [dict(zip(*(part.tolist() for part in logs.points(name)), strict=True)) for name in names]
+    steps = sorted(set.intersection(*map(set, logged)))
+    changes = [
+        abs(share - initial) > SAME_SHARE or smallest < lower or largest > upper
+        for share, initial, smallest, largest in ([each[step] for each in logged] for step in steps)
+    ]
+    return Points(np.array(steps, int), ~np.array(changes, bool))
+
+
+def _without_effect(points: Points, facts: Mapping[str, Any]) -> Found:
+    if not all(points.values):
+        return None
+    lower, upper = facts["start_bounds"]
+    return f"none in {len(points.steps)} of {len(points.steps)} logs: all ratios lie within {lower:g} to {upper:g}."
+
+
+def _no_signal(points: Points, facts: Mapping[str, Any]) -> Found:
+    found = _in_the_latest(points, NO_SIGNAL_MAX, "are in groups whose rewards are all equal")
+    return f"{found[:-1]}; the first evaluation is 0." if found and facts["at_zero"] else found
+
+
+def _cut_off(points: Points, facts: Mapping[str, Any]) -> Found:
+    return _in_the_latest(points, CUT_OFF_MAX, "reached the maximum length")
+
+
+def _in_the_latest(points: Points, largest: float, what: str) -> Found:
+    """Find a mean of the latest logs above a limit."""
+    total = len(points.values)
+    latest = points.values[-max(FEWEST_LOGS, math.ceil(LATEST_PART * total)) :]
+    mean = math.fsum(latest) / len(latest)
+    return (
+        f"{mean:.0%} of the completions {what}, in the latest {len(latest)} of {total} logs."
+        if mean > largest
+        else None
+    )
+
+
 CHECKS = (
     Check(
         "No reward",
         "reward",
-        lambda points: None if any(points.values) else ("warning", f"undefined in all {len(points.steps)} logs."),
+        _no_reward,
         "No reward function returned a number, so nothing is trained.",
         {"A reward function that returns a number for each sample it applies to.": ""},
         measure=_has_reward,
     ),
     Check(
-        "Masked samples",
-        "bapo/masked_share",
-        _in_single_logs(f"fraction above {MASKED_MAX:g}", "highest", lambda values: values - MASKED_MAX),
-        "Samples whose tokens are all masked train nothing.",
-        {
-            "With `mask_truncated_completions`: a larger `max_completion_length`.": "",
-            "With a replay buffer or partial rollouts: see `replay/masked` and `partial/masked`.": "",
-        },
-    ),
-    Check(
-        "Mean importance ratio",
-        "ratio/mean",
-        _in_single_logs(
-            f"outside {RATIO_MEAN_MIN:g} to {RATIO_MEAN_MAX:g}",
-            "farthest",
-            lambda values: np.maximum(RATIO_MEAN_MIN / values, values / RATIO_MEAN_MAX) - 1,
-        ),
-        "The policy that sampled differs too much from the one that trains; near 1 is healthy.",
-        {
-            "Compare log-probabilities of vLLM and the trainer (`sampling/` metrics).": "uses_vllm",
-            "A smaller `steps_per_generation` or `num_iterations`.": "has_stale_samples",
-            "A smaller `replay_max_staleness`.": "has_queue",
-            "A lower `learning_rate`.": "",
-        },
+        "Accuracy fell",
+        "eval_reward",
+        _has_fallen,
+        "The policy lost a third or more of what it had learned.",
+        {"A lower `learning_rate`, or a checkpoint saved before the fall.": ""},
+        measure=lambda logs, facts: facts["accuracies"],
     ),
     Check(
         "Effective sample size",
         "ratio/ess",
-        _in_single_logs(f"below {ESS_MIN:g} of the samples", "lowest", lambda values: ESS_MIN - values),
+        _often_below,
         "A few tokens with large ratios dominate the update, which makes it noisy.",
-        {"Fewer updates per generation.": "can_be_fresher", "A lower `learning_rate`.": ""},
-    ),
-    Check(
-        "Chi-square divergence",
-        "ratio/chi2",
-        _in_single_logs(f"above {CHI2_MAX:g}", "highest", lambda values: values - CHI2_MAX),
-        "For some tokens, the policy has moved far from the one that sampled them.",
         {
+            "Compare log-probabilities of vLLM and the trainer (`sampling/` metrics).": "uses_vllm",
             "Fewer updates per generation.": "can_be_fresher",
             "A lower `learning_rate`.": "",
-            "Ignore a single spike that the gradient norm does not show.": "",
         },
+        needs="has_clip_bounds",  # good runs with VESPO, which weighs such tokens down, have it as well
     ),
     Check(
-        "Target missed",
-        "bapo/target_met",
-        _target_missed,
-        "At the end of the search, positive tokens still contribute less than the target.",
-        {
-            "A lower `positive_contribution_target`, or larger batches.": "",
-            "A higher `ratio_upper_max`.": "searches_upper",
-            "A higher `ratio_lower_max`.": "searches_lower_alone",
-            "`negative_weight_min` below 1.": "can_weigh",
-            "A smaller `negative_weight_min`.": "searches_weight",
-        },
-        needs="target",
-    ),
-    Check(
-        "Clip bounds at their maximum",
-        "bapo/search_steps",
-        _over_relaxed,
-        "The search has no room left: the bounds no longer adapt.",
-        {"A lower `positive_contribution_target`.": ""},
-        needs="limits",
-        measure=_at_limits,
-    ),
-    Check(
-        "Entropy halved",
-        "entropy",
-        _entropy,
-        "The policy may soon sample groups that are all alike. Harmless if the reward rises too.",
-        {
-            "A higher `ratio_upper_max`, which lets rare positive tokens through.": "searches_upper",
-            "A higher `positive_contribution_target`.": "can_raise_target",
-            "`temperature` 1.": "is_tempered",
-            "A lower `learning_rate`.": "",
-        },
+        "Effect of the clip bounds",
+        "bapo/positive_share_initial",
+        _without_effect,
+        "The policy hardly moves between sampling and training: one update per generation, or a low learning rate.",
+        {"More updates per generation. If few are wanted, TRL's GRPOTrainer is enough.": ""},
+        needs="start_bounds",
+        measure=_bounds_change_nothing,
     ),
     Check(
         "Zero-advantage groups",
         "frac_reward_zero_std",
-        _in_the_latest(NO_SIGNAL_MAX, "are in groups whose rewards are all equal"),
+        _no_signal,
         "Completions with advantage 0 train nothing.",
         {
-            "Prompts that are neither too easy nor too hard, a larger `num_generations`, or a finer reward.": "",
+            "Check the reward on a right answer. Easier prompts, or a reward for parts of an answer.": "at_zero",
+            "Prompts of medium difficulty, a larger `num_generations`, or a finer reward.": "above_zero",
             "`replay_zero_advantage`, which trains on buffered samples instead.": "can_refill",
         },
     ),
     Check(
         "Completions cut off",
         "completions/clipped_ratio",
-        _in_the_latest(CUT_OFF_MAX, "reached the maximum length"),
+        _cut_off,
         "The reward then measures length more than content.",
         {
             "A larger `max_completion_length`, or a prompt that asks for a shorter answer.": "",

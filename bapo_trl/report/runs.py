@@ -32,7 +32,7 @@ class Points(NamedTuple):
 
 class Logs:
     """
-    Logs of updates, without evaluations, and without the summary at the end unless it is the only log.
+    Logs of updates, without the summary at the end unless it is the only log, and the evaluations between them.
 
     Their steps ascend. Where a log's step does not, the run was resumed from there, and it replaces those from its
     step on.
@@ -40,8 +40,12 @@ class Logs:
 
     def __init__(self, log_history: Iterable[Mapping]):
         self._logs: list[Mapping] = []
+        self._evaluations: dict[int, Mapping] = {}
         for log in log_history:
             is_summary = "train_runtime" in log  # into which TRL puts what it has not logged yet
+            if "eval_reward" in log and not is_of_updates(log):
+                self._evaluations = {step: one for step, one in self._evaluations.items() if step < log["step"]}
+                self._evaluations[log["step"]] = log
             if not is_of_updates(log) or (is_summary and self._logs):
                 continue
             while self._logs and self._logs[-1]["step"] >= log["step"]:
@@ -57,6 +61,32 @@ class Logs:
         logged = [(log["step"], log[metric]) for log in self._logs if log.get(metric) is not None]
         logged = [(step, value) for step, value in logged if math.isfinite(value)]
         return Points(np.array([step for step, _ in logged], int), np.array([value for _, value in logged], float))
+
+    def accuracies(self, results: Mapping[str, Any]) -> Points:
+        """
+        Return accuracy and standard error (0 if unknown) of each evaluation, two columns: avg@k, or the mean reward if
+        it is never negative.
+
+        Args:
+            results (`Mapping[str, Any]`):
+                Results of the evaluation before and after training; empty if there was none.
+        """
+        measured: dict[int, dict[str, Any]] = {step: dict(log) for step, log in self._evaluations.items()}
+        for prefix, step in (("before_", 0), ("eval_", self.steps[-1] if self.steps else 0)):
+            some = {f"eval_{name.removeprefix(prefix)}": results[name] for name in results if name.startswith(prefix)}
+            if some:
+                measured.setdefault(step, {}).update(some)
+        names = [name for log in measured.values() for name in log if re.fullmatch(r"eval_avg@\d+", name)]
+        name = names[0] if names else "eval_reward"
+        rows = [
+            (step, log[name], log.get(f"{name}_stderr", 0.0))
+            for step, log in sorted(measured.items())
+            if log.get(name) is not None and math.isfinite(log[name])
+        ]
+        if any(value < 0 for _, value, _ in rows):
+            rows = []
+        steps, values = [step for step, *_ in rows], [values for _, *values in rows]
+        return Points(np.array(steps, int), np.array(values, float).reshape(-1, 2))
 
 
 def is_of_updates(log: Mapping) -> bool:

@@ -39,8 +39,9 @@ def settings_table(args: BAPOConfig, method: str | None = None) -> str:
     rows["samples per update"] = f"{samples} ({shape})"
     rows["clip bounds"] = f"none (loss_type {args.loss_type})"
     if args.has_clip_bounds:
-        low = _range(args.ratio_lower_start, args.ratio_lower_max)
-        rows["clip bounds"] = f"lower {low}, upper {_range(args.ratio_upper_start, args.ratio_upper_max)}"
+        grid = args.bound_grid
+        low, high = _range(grid.lower_start, grid.lower_max), _range(grid.upper_start, grid.upper_max)
+        rows["clip bounds"] = f"lower {low}, upper {high}"
     if args.negative_weight_min < 1:
         largest = args.negative_weight_min if args.has_constant_weight else 1
         rows["weight of negative tokens"] = _range(args.negative_weight_min, largest)

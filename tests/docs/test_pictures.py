@@ -25,3 +25,11 @@ def test_the_bounds_raise_the_positive_contribution_as_the_page_says():
     spread = np.array([0.5])
     assert reached(spread, 0.6, 1.2).round(2) == 0.25
     assert reached(spread, 0.9, 3.0).round(2) == 0.44
+
+
+def test_the_losses_are_compared_after_equally_many_updates():
+    accuracies = runpy.run_path(str(TOOLS / "draw_losses.py"))["accuracies"]
+    means = {arm: by_updates.get(64) for arm, by_updates in accuracies(64).items()}
+    measured = {arm: round(mean.value, 2) for arm, mean in means.items() if mean}
+    assert measured == {"GRPO": 0.24, "clip-higher": 0.26, "BAPO": 0.36}  # not those after 128 updates
+    assert set(accuracies(128)["BAPO"]) == {64}

@@ -22,10 +22,14 @@ def token_contributions(tokens, low: float, high: float, measure: str) -> tuple[
     return math.fsum(positive), math.fsum(negative)
 
 
+TOLERANCE = 1e-3
+
+
 def search(tokens, grid, target: float, measure: str, order: str, weight_min: float = 1.0) -> ClipBounds:
     """
-    Algorithm 1 as it is printed, in numbers: move one bound by one step until the share is reached or none can move.
-    Then weigh negative tokens down, by bisection.
+    Algorithm 1 in numbers: move one bound by one step until the share is reached, less a tolerance, or none can move.
+    Unlike there, bounds that change the share by no more than the tolerance stay. Then weigh negative tokens down, by
+    bisection.
     """
     uppers, lowers = grid.upper.tolist(), grid.lower.tolist()
     i, j, steps, weight = 0, 0, 0, 1.0
@@ -35,9 +39,12 @@ def search(tokens, grid, target: float, measure: str, order: str, weight_min: fl
         negative *= weight
         return positive / (positive + negative) if positive + negative > 0 else math.nan
 
+    i, j = len(uppers) - 1, len(lowers) - 1
+    widest = share()
+    i = j = 0
     initial = rho = share()
-    if not math.isnan(initial):
-        while not rho >= target:
+    if not math.isnan(initial) and not abs(widest - initial) <= TOLERANCE:
+        while not rho >= target - TOLERANCE:
             upper_can_move, lower_can_move = i + 1 < len(uppers), j + 1 < len(lowers)
             if not upper_can_move and not lower_can_move:
                 break
@@ -47,11 +54,11 @@ def search(tokens, grid, target: float, measure: str, order: str, weight_min: fl
                 j += 1
             steps += 1
             rho = share()
-    met = rho >= target
-    if rho < target and token_contributions(tokens, lowers[j], uppers[i], measure)[1] > 0:
+    met = rho >= target - TOLERANCE
+    if rho < target - TOLERANCE and token_contributions(tokens, lowers[j], uppers[i], measure)[1] > 0:
         weight = weight_min
-        met = share() >= target
-        if met:  # the share falls with the weight
+        met = share() >= target - TOLERANCE
+        if share() >= target:  # the share falls with the weight
             smallest, largest = weight_min, 1.0
             for _ in range(60):
                 weight = (smallest + largest) / 2
