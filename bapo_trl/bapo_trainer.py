@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
-from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
+from .batch.policy_loss import PolicyLoss, forward_arguments, known_old_logps, mask_values, without_masked_values
 from .batch.reward_sums import best_of_k, zero_advantage_rows
 from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
 from .batch.samples import attach_version, mask_zero_advantages, pad_completions
@@ -455,6 +455,8 @@ class BAPOTrainer(AtomicCheckpoints):
         if inputs is None:
             return output
         logps, entropies = (mask_values(inputs, values) for values in output[:2])
+        if "old_per_token_logps" in inputs:  # TRL reads them after this
+            inputs["old_per_token_logps"] = known_old_logps(inputs, logps.detach())
         if self.model.training:  # evaluation keeps the latest bounds
             version, is_last = self.state.global_step, self.accelerator.sync_gradients
             self._clip_with(self._updates.observe(inputs, logps.detach(), entropies, version, is_last))
