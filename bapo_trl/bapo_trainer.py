@@ -110,6 +110,7 @@ class BAPOTrainer(AtomicCheckpoints):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         self.reward_func_names = distinct_names(self.reward_func_names)
+        vars(self)["_calculate_rewards"] = self._take_rewards  # which TRL calls, whatever a subclass overrides
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
         if self.use_vllm:
@@ -365,7 +366,11 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
         with checking_rewards(self, len(prompts)):
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+            return super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+
+    def _take_rewards(self, inputs, prompts, completions, *args, **kwargs) -> torch.Tensor:
+        """Return the rewards of all ranks, of this class or a subclass, once they are checked and logged."""
+        rewards_per_func = type(self)._calculate_rewards(self, inputs, prompts, completions, *args, **kwargs)
         check_rewards(self, rewards_per_func, prompts, completions)
         if not self.model.training:
             counted = rewards_per_func[: self._eval_rows_left]
