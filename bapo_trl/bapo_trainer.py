@@ -27,7 +27,7 @@ from .checkpoints.stop_signals import is_stopped
 from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.advice import FewPositiveAdvice, advice_line
-from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
+from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
 from .replay.buffer import FILES as BUFFER_FILES
@@ -242,6 +242,8 @@ class BAPOTrainer(AtomicCheckpoints):
         return super()._prepare_inputs(generation_batch, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
+        if not self.tools and self.rollout_func is None:  # which may give images of their own
+            check_images(inputs)
         inputs, version = fixes.without_missing_images(inputs), self.state.global_step
         if self.model.training:
             self._generation = Generation(version, self._step)
