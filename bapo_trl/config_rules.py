@@ -84,7 +84,7 @@ def check_epsilons(config: Any) -> None:
             raise InputError(f"{what}, but `loss_type` {config.loss_type!r} has no clip bounds: remove it.")
         fix = "remove it; to fix the clip bounds, set each `ratio_..._start` equal to its `ratio_..._max`"
         epsilon = given.get("epsilon", 0.2)  # TRL's default
-        if all(isinstance(value, Real) and 0 <= value < 1 for value in given.values()):
+        if all(isinstance(value, Real) and 0 <= float(value) < 1 for value in given.values()):
             lower, upper = f"{1 - epsilon:g}", f"{1 + given.get('epsilon_high', epsilon):g}"
             fix = (
                 f"remove it. To keep fixed clip bounds of {lower} and {upper}, set `ratio_lower_start` and "

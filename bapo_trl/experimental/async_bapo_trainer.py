@@ -79,8 +79,8 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         if not isinstance(args, AsyncBAPOConfig):
             raise InputError(f"`args` is an {type(args).__name__}: make it an AsyncBAPOConfig, which takes the same.")
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
-        adapters = self.model.peft_config.values() if is_peft_model(self.model) else ()
-        if any(getattr(config, "trainable_token_indices", None) for config in adapters):
+        adapters: Any = self.model.peft_config if is_peft_model(self.model) else {}
+        if any(getattr(config, "trainable_token_indices", None) for config in adapters.values()):
             raise InputError(
                 "The adapter has `trainable_token_indices`, which TRL's asynchronous trainer cannot send to vLLM: "
                 "remove it from the `peft_config`, or use `BAPOTrainer`."

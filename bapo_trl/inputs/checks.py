@@ -79,7 +79,7 @@ def check_gradient(trainer: Any, grad_norm: Any) -> None:
     )
 
 
-def warn_if_reference_differs(kl: Sequence[float], model: nn.Module, folder: str, is_loaded: bool) -> None:
+def warn_if_reference_differs(kl: Sequence[float], model: Any, folder: str, is_loaded: bool) -> None:
     """
     Warn if the KL to the reference model, of each micro-batch of a run's first update, is not about 0.
 
