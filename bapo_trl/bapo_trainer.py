@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 
 from .bapo_config import BAPOConfig, check_copied, check_unchanged, copied_settings, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
-from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
+from .batch.policy_loss import PolicyLoss, forward_arguments, known_old_logps, mask_values, without_masked_values
 from .batch.reward_sums import best_of_k, zero_advantage_rows
 from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
 from .batch.samples import attach_version, mask_zero_advantages, pad_completions
@@ -27,7 +27,7 @@ from .checkpoints.stop_signals import is_stopped
 from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.advice import FewPositiveAdvice, advice_line
-from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
+from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
 from .replay.buffer import FILES as BUFFER_FILES
@@ -111,6 +111,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
         self._copied_settings = copied_settings(self)
         self.reward_func_names = distinct_names(self.reward_func_names)
+        vars(self)["_calculate_rewards"] = self._take_rewards  # which TRL calls, whatever a subclass overrides
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
         if self.use_vllm:
@@ -244,6 +245,8 @@ class BAPOTrainer(AtomicCheckpoints):
         return super()._prepare_inputs(generation_batch, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
+        if not self.tools and self.rollout_func is None:  # which may give images of their own
+            check_images(inputs)
         inputs, version = fixes.without_missing_images(inputs), self.state.global_step
         if self.model.training:
             self._generation = Generation(version, self._step)
@@ -368,7 +371,11 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
         with checking_rewards(self, len(prompts)):
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+            return super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+
+    def _take_rewards(self, inputs, prompts, completions, *args, **kwargs) -> torch.Tensor:
+        """Return the rewards of all ranks, of this class or a subclass, once they are checked and logged."""
+        rewards_per_func = type(self)._calculate_rewards(self, inputs, prompts, completions, *args, **kwargs)
         check_rewards(self, rewards_per_func, prompts, completions)
         if not self.model.training:
             counted = rewards_per_func[: self._eval_rows_left]
@@ -444,6 +451,10 @@ class BAPOTrainer(AtomicCheckpoints):
             metrics = self._bounds.close()
             leave_out_empty(self._metrics["train"], self._bounds.have_tokens)
             self._log_values(metrics)
+            if self.beta and self.state.global_step == 0 and self.accelerator.is_main_process:
+                kl = [value for value in self._metrics["train"].get("kl", []) if value == value]
+                folder, is_loaded = get_config_model_id(self.model.config), self.ref_model is not None
+                checks.warn_if_reference_differs(kl, self.model, folder, is_loaded)
             self._few_positive_advice.observe(metrics, self.state.global_step + 1)
         return loss
 
@@ -458,6 +469,8 @@ class BAPOTrainer(AtomicCheckpoints):
         if inputs is None:
             return output
         logps, entropies = (mask_values(inputs, values) for values in output[:2])
+        if "old_per_token_logps" in inputs:  # TRL reads them after this
+            inputs["old_per_token_logps"] = known_old_logps(inputs, logps.detach())
         if self.model.training:  # evaluation keeps the latest bounds
             version, is_last = self.state.global_step, self.accelerator.sync_gradients
             self._clip_with(self._updates.observe(inputs, logps.detach(), entropies, version, is_last))

@@ -31,12 +31,16 @@ FILES = RankFiles("log window", "1", "resume from another checkpoint")
 
 
 def leave_out_empty(values: MutableMapping[str, list[float]], have_tokens: Sequence[bool]) -> None:
-    """Make [`OF_TOKENS`] undefined for the latest micro-batches that have no token of the loss on any rank."""
-    count = len(have_tokens)
-    for name in OF_TOKENS:
-        if name in values:
-            latest = zip(values[name][-count:], have_tokens, strict=True)
-            values[name][-count:] = [value if has_token else math.nan for value, has_token in latest]
+    """
+    Make [`OF_TOKENS`] undefined for the latest micro-batches that have no token of the loss on any rank.
+
+    After a log line within an update, only the values of its later micro-batches are left.
+    """
+    for name in values.keys() & set(OF_TOKENS):
+        latest = values[name]
+        for place, has_token in zip(reversed(range(len(latest))), reversed(have_tokens), strict=False):
+            if not has_token:
+                latest[place] = math.nan
 
 
 def reduce_window(values: MutableMapping[str, list[float]]) -> None:

@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from ..errors import InputError
+from ..inputs.prompt_checks import has_image
 from .trl_compat import RepeatSampler
 
 
@@ -192,5 +193,4 @@ def without_missing_images(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]
     If the columns `images` and `image` are `None`, TRL 1.16 fails with `KeyError: 'pixel_values'`.
     """
     has_columns = not inputs[0].keys().isdisjoint({"images", "image"})
-    has_images = any(row.get("images") or row.get("image") is not None for row in inputs)
-    return [{**row, "images": []} for row in inputs] if has_columns and not has_images else inputs
+    return [{**row, "images": []} for row in inputs] if has_columns and not any(map(has_image, inputs)) else inputs
