@@ -7,8 +7,9 @@ from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import SaveStrategy, has_length
 
 from .bapo_config import BAPOConfig, check_copied, check_unchanged, copied_settings, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
@@ -27,6 +28,7 @@ from .checkpoints.stop_signals import is_stopped
 from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.advice import FewPositiveAdvice, advice_line
+from .inputs.generation_config import check_can_be_saved, settings_of_model
 from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
@@ -123,7 +125,8 @@ class BAPOTrainer(AtomicCheckpoints):
             self._server = ServerRetries(self, self._forget_sent_weights, self._end_without_server)
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
-            for message in setting_warnings(args):
+            from_model = settings_of_model(args, self.model.generation_config, self.processing_class)
+            for message in setting_warnings(args, from_model):
                 warnings.warn(message, stacklevel=2)
 
     @property
@@ -134,6 +137,8 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def train(self, *args, **kwargs):
         check_copied(self, self._copied_settings)
+        if self.args.save_strategy != SaveStrategy.NO and not is_peft_model(self.model):
+            check_can_be_saved(self.model.generation_config)
         # A second call starts at policy version 0 again, where samples of the first call would look new
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
@@ -525,7 +530,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
         fixes.load_onto_numbered_cpus()
-        with fixes.warning_if_rate_differs(self):
+        with fixes.rejecting_another_optimizer(self, checkpoint), fixes.warning_if_rate_differs(self):
             super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is None:
             return

@@ -9,7 +9,7 @@ from .clip_bounds.grid import BoundGrid
 from .errors import InputError
 from .losses import CLIPPED_LOSS_TYPES, LOSSES
 from .replay.buffer import smallest_capacity, smallest_max_staleness
-from .rollouts.sampling_settings import broken_across_calls
+from .rollouts.sampling_settings import check_across_calls
 
 
 _MODES_OF_VESPO = ("token_truncate", "token_mask")
@@ -136,12 +136,7 @@ def _check_partial_rollouts(config: Any) -> None:
             f"Set it to at least {needed}, or to None."
         )
     settings = {**(config.generation_kwargs or {}), "structured_outputs": config.vllm_structured_outputs_regex}
-    broken = broken_across_calls(settings)
-    if broken:
-        raise InputError(
-            f"{'; '.join(broken)} (in `generation_kwargs` or a setting): partial rollouts sample a completion in "
-            "several calls, and do not support this. Remove it, or set `partial_rollout_oversampling` to 1.0."
-        )
+    check_across_calls(settings, "`generation_kwargs` or a setting", "Remove it")
 
 
 def _check_overlap(config: Any) -> None:

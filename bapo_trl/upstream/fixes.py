@@ -14,6 +14,7 @@ from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.training_args import OptimizerNames
 
 from ..errors import InputError
 from ..inputs.prompt_checks import has_image
@@ -106,6 +107,32 @@ def warning_if_rate_differs(trainer: Trainer) -> Iterator[None]:
         warnings.warn(
             f"The resumed run continues with the checkpoint's learning rate {loaded[0]:g}, not `learning_rate` "
             f"{rates[0]:g}. To change the rate, start a new run with the checkpoint's folder as the model."
+        )
+
+
+@contextmanager
+def rejecting_another_optimizer(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
+    """
+    Raise an `InputError` if the checkpoint loaded in this context has the state of another optimizer.
+
+    torch replaces the hyperparameters of an optimizer with the checkpoint's, whatever they are. The first update then
+    fails with a `KeyError`.
+    """
+    if checkpoint is None:
+        yield
+        return
+    needed = set(trainer.optimizer.param_groups[0])
+    yield
+    loaded = set(trainer.optimizer.param_groups[0])
+    if not needed <= loaded:
+        missing, others = (
+            ", ".join(f"`{name}`" for name in sorted(each)) for each in (needed - loaded, loaded - needed)
+        )
+        kind = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__  # accelerate wraps it
+        raise InputError(
+            f"The optimizer is {kind} (`optim` is '{OptimizerNames(trainer.args.optim).value}'), but the checkpoint "
+            f"{checkpoint} has the state of another one, without {missing}{f' and with {others}' if others else ''}. "
+            "Set `optim` as in the run that saved it, or start a new run with the checkpoint's folder as the model."
         )
 
 
