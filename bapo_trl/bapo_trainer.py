@@ -109,6 +109,8 @@ class BAPOTrainer(AtomicCheckpoints):
         with client:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
+        if args.log_completions:
+            fixes.replace_what_stdout_cannot_encode()
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
