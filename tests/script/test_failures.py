@@ -54,20 +54,20 @@ def test_the_flag_is_taken_out_and_results_are_handed_on():
     assert run_command(list, ["--a", "--traceback", "1"], "x") == ["--a", "1"]
 
 
-@pytest.mark.parametrize(("flags", "lines"), [([], 1), (["--traceback"], 2)])
-def test_ctrl_c_ends_a_command_in_one_line(folder, flags, lines, capsys):
+@pytest.mark.parametrize("flags", [[], ["--traceback"]], ids=str)
+def test_ctrl_c_ends_a_command_in_one_line(folder, flags, capsys):
     reward = "import signal\ndef interrupt(completions, **kwargs):\n    signal.raise_signal(signal.SIGINT)\n"
     (folder / "interrupting.py").write_text(reward)
+    own = short_flags(reward_funcs="interrupting.interrupt", eval_dataset="test.jsonl")
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["evaluate", *short_flags(reward_funcs="interrupting.interrupt", dataset_name=None), *flags,
-                      "--eval_dataset", "test.jsonl"])  # fmt: skip
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+            cli.main(["evaluate", *own, *flags])
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert ended.value.code == 130
+    assert getattr(ended.value, "code", None) == 130
     said = capsys.readouterr().err
-    assert len([line for line in said.splitlines() if line]) == 1 if not flags else "in interrupt\n" in said
+    assert "in interrupt\n" in said if flags else said == "bapo-trl evaluate: interrupted\n"
 
 
 def test_a_users_own_error_file_hides_no_error(tmp_path, monkeypatch, capsys):
