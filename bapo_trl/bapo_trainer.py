@@ -112,6 +112,8 @@ class BAPOTrainer(AtomicCheckpoints):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         self._copied_settings = copied_settings(self)
+        if args.log_completions:
+            fixes.replace_what_stdout_cannot_encode()
         self.reward_func_names = distinct_names(self.reward_func_names)
         vars(self)["_calculate_rewards"] = self._take_rewards  # which TRL calls, whatever a subclass overrides
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`

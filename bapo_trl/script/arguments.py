@@ -114,8 +114,5 @@ class BAPOScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self):
-        for name in ("reward_funcs", "prompt_column", "answer_column"):
-            if isinstance(getattr(self, name), str):  # in a recipe, one name needs no brackets
-                setattr(self, name, [getattr(self, name)])
         if self.max_eval_samples is not None and self.max_eval_samples < 1:
             raise InputError(f"`max_eval_samples` is {self.max_eval_samples}: set it to at least 1, or leave it out.")

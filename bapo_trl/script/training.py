@@ -112,7 +112,7 @@ def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig)
             f"Stopped by {stop.signal.name} after update {done}, saved in {checkpoint}. To resume: "
             f"the same command with --resume_from_checkpoint true. Exit code {EXIT_CODE}."
         )
-        exit_stopped(trainer)
+    exit_stopped(trainer)
     with _saving(trainer):
         trainer.save_model(training_args.output_dir)
         trainer.create_model_card(model_name=output_dir.resolve().name)  # peft has written one of its own
