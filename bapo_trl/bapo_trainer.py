@@ -21,6 +21,7 @@ from .batch.staleness import staleness_line
 from .batch.updates import BatchUpdates, Generation
 from .checkpoints.atomic import AtomicCheckpoints
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
+from .checkpoints.data_place import DataPlace
 from .checkpoints.log_window import LogWindow, leave_out_empty, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
@@ -160,6 +161,7 @@ class BAPOTrainer(AtomicCheckpoints):
     def _reset_run_state(self) -> None:
         fixes.reset_grpo_state(self)
         self._log_window = LogWindow(self)
+        self._data_place = DataPlace(self)
         self._few_positive_advice = FewPositiveAdvice(self.args, self.accelerator.is_main_process)
         self._settings = own_settings(self.args)
         self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
@@ -210,14 +212,20 @@ class BAPOTrainer(AtomicCheckpoints):
         fixes.EpochShuffleCallback(self, sampler)
         return sampler
 
+    def set_initial_training_values(self, *args, **kwargs):
+        values = super().set_initial_training_values(*args, **kwargs)
+        return values if self._last_checkpoint is None else self._data_place.resume(values, self._last_checkpoint)
+
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, *args, **kwargs
     ):
         sizes = max_steps, num_update_steps_per_epoch, num_train_epochs
-        place = super()._init_training_state(*sizes, resume_from_checkpoint, *args, **kwargs)
+        super()._init_training_state(*sizes, resume_from_checkpoint, *args, **kwargs)
         if resume_from_checkpoint is not None:
             fixes.restore_callbacks(self)
-        epochs, skipped = fixes.place_to_resume(self, place, max_steps, num_train_epochs, resume_from_checkpoint)
+        epochs, skipped = self._data_place.passes, 0 if self.args.ignore_data_skip else self._data_place.skipped
+        if self.state.global_step >= max_steps:  # within an epoch, transformers would run one more update
+            epochs, skipped = num_train_epochs, 0
         # TRL's sampler repeats the prompts of a generation step for each of its micro-batches. If TRL's count started
         # at 0 here, generation steps would not align with these blocks, and the next resume would lose prompts.
         self._step = skipped
@@ -523,6 +531,7 @@ class BAPOTrainer(AtomicCheckpoints):
         if self._replay is not None:
             self._replay.save(output_dir)
         if self.args.should_save:
+            self._data_place.save(output_dir)
             save_curves(self._bounds, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):

@@ -19,7 +19,7 @@ class BAPOScriptArguments(ScriptArguments):
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Dataset to train on: a file (.json, .jsonl or .parquet), a folder, a Hub id, or a built-in task: "
+            "help": "Dataset to train on: a file (.jsonl, .csv, .parquet), a folder, a Hub id, or a built-in task: "
             "`embedded` (sums of two numbers, for the tiny model `embedded`), `chat_sums` (the same sums, asked of a "
             "chat model) or `reasoning_gym:TASK`. Ignored if a recipe lists `datasets`."
         },

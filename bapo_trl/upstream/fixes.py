@@ -6,14 +6,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from datasets import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.training_args import OptimizerNames
 
@@ -30,14 +27,14 @@ class EpochShuffleCallback(TrainerCallback):
     sampler, which would begin with the permutation of the first epoch. Needed up to TRL 1.16 at least.
     """
 
-    def __init__(self, trainer: Trainer, sampler: RepeatSampler | None):
-        self.sampler = sampler
+    def __init__(self, trainer: Any, sampler: RepeatSampler | None):
+        self.trainer, self.sampler = trainer, sampler
         trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
         trainer.add_callback(self)
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.sampler is not None and self.sampler.shuffle:
-            for _ in range(int(state.epoch or 0)):
+            for _ in range(self.trainer._first_epoch):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
 
 
@@ -75,26 +72,6 @@ def restore_callbacks(trainer: Trainer) -> None:
             if isinstance(saved, dict):  # of several callbacks of one class, it is a list
                 for attribute, value in saved.get("attributes", {}).items():
                     setattr(callback, attribute, value)
-
-
-def place_to_resume(
-    trainer: Any, place: tuple[int, int], max_steps: int, num_train_epochs: int, checkpoint: str | None
-) -> tuple[int, int]:
-    """Return the epochs and micro-batches that a resumed run skips in its data, given transformers' `place`."""
-    if trainer.state.global_step >= max_steps:  # within an epoch, transformers would run one more update
-        epochs = trainer.args.num_train_epochs  # transformers' own number is rounded up
-        if checkpoint is not None and trainer.args.max_steps <= 0 and round(trainer.state.epoch, 2) < round(epochs, 2):
-            raise InputError(
-                f"Nothing would be trained: the checkpoint {checkpoint} is at epoch {trainer.state.epoch:.2f}, with "
-                f"{trainer.state.global_step} updates, but with these settings {epochs:g} epochs have only "
-                f"{max_steps}. Resume with as many processes and samples per update as before, or pass `max_steps`."
-            )
-        return num_train_epochs, 0
-    is_stream = isinstance(trainer.train_dataset, IterableDataset)
-    if is_stream and checkpoint is not None and not trainer.args.ignore_data_skip:
-        passes, updates = place_in_stream(checkpoint)
-        return passes, updates * trainer.args.gradient_accumulation_steps
-    return place
 
 
 def load_trained_adapter(trainer: Any, checkpoint: str) -> None:
@@ -145,19 +122,6 @@ def rejecting_another_optimizer(trainer: Trainer, checkpoint: str | None) -> Ite
             f"{checkpoint} has the state of another one, without {missing}{f' and with {others}' if others else ''}. "
             "Set `optim` as in the run that saved it, or start a new run with the checkpoint's folder as the model."
         )
-
-
-def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:
-    """
-    Return the position of a checkpoint in a dataset without a length: finished passes, and updates (at least 1) in the
-    current pass.
-
-    transformers counts `max_steps` updates as one pass, and so would resume in the first. But the state's `epoch` is
-    the finished passes, plus the current pass's updates over `max_steps`. Needed up to transformers 5.17 at least.
-    """
-    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    passes = math.ceil(state.epoch) - 1
-    return passes, round((state.epoch - passes) * state.max_steps)
 
 
 @functools.cache
