@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
@@ -308,6 +309,42 @@ def test_a_finished_study_only_prints_its_tables(folder, capsys):
     assert "| +0.250 ± 0.635 |" in text  # 0.2 and 0.3: t(1) 12.706 * 0.0707 / sqrt(2)
     compare("--against", "BAPO")
     assert "| -0.250 ± 0.635 |" in capsys.readouterr().out
+
+
+def accuracies(rng, trials: int, gain: float, seeds: int = 5, prompts: int = 256, samples: int = 4):
+    """
+    Return avg@4 of two methods with its standard error over the prompts, each of shape (trials, 2, seeds).
+
+    All methods and seeds answer the same prompts, of all difficulties. Seeds have an effect of their own.
+    """
+    difficulty = rng.uniform(0.1, 0.9, prompts)
+    skill = rng.normal(0.0, 0.005, (trials, 2, seeds, 1)) + gain * np.array([0, 1])[:, None, None]
+    right = rng.binomial(samples, (difficulty + skill).clip(0, 1)) / samples
+    return right.mean(-1), right.std(-1) / prompts**0.5
+
+
+def test_the_printed_tables_claim_real_differences_and_few_others(folder, capsys, monkeypatch):
+    """Five seeds and 256 prompts: a paired t-test shows a difference of 0.03 most of the time."""
+    monkeypatch.setattr("bapo_trl.compare.figure.save_figure", lambda *args: None)
+    trials, rng = 300, np.random.default_rng(1)
+    write_study(over={"max_grad_norm": [1 + trial / 1e6 for trial in range(2 * trials)]}, seeds=list(range(5)))
+    drawn = zip(accuracies(rng, trials, 0.0), accuracies(rng, trials, 0.03), strict=True)
+    finals, errors = (np.concatenate(both) for both in drawn)
+    for place, run in enumerate(read_study("study.yaml").runs()):  # by seed, then by setting, then by arm
+        at = place // 2 % (2 * trials), place % 2, run.seed
+        row = Row(run.arm, run.sweep, run.seed, final=float(finals[at]), errors={"final": float(errors[at])})
+        write_row(row, Path("study", "runs", f"{run.key}.json"))
+    assert compare() is None
+    claims = []
+    for text in capsys.readouterr().out.split("\n## ")[1:]:
+        cells = [cell.strip() for cell in re.search(r"^\| BAPO .* \| [+-].*$", text, re.MULTILINE)[0].split("|")]
+        (mean, half), p = map(float, cells[5].split(" ± ")), float(cells[6])
+        claims.append("BAPO reached a higher" in text or "GRPO reached a higher" in text)
+        if p != 0.05 and abs(mean) != half:  # not printed with so few digits
+            assert claims[-1] == (abs(mean) > half) == (p < 0.05)
+    assert len(claims) == 2 * trials
+    assert 0.03 < np.mean(claims[:trials]) < 0.07
+    assert np.mean(claims[trials:]) > 0.6
 
 
 def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):
