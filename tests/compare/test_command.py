@@ -81,8 +81,8 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
     assert "3 of 3 runs to do" in text
     assert "[3/3]" in text
     assert "broken, seed 0, failed: exit code 1: " in text  # and the others went on
-    assert "no reward today" in text
     rows = {row.arm: row for row in read_rows(Path("study")).values()}
+    assert "RuntimeError: no reward today (study/logs/broken" in rows["broken"].error
     for row in (rows["GRPO"], rows["BAPO"]):
         assert [step for step, _ in row.curve] == [0, 2, 4]
         assert row.curve[-1][1] == pytest.approx(row.final, abs=1e-4)
@@ -116,10 +116,10 @@ from pathlib import Path
 def has_digit(completions, trainer_state, **kwargs):
     stopped = Path("stopped")
     if stopped.exists() and trainer_state.max_steps and trainer_state.global_step == 2:
-        pids = [int(pid) for pid in stopped.read_text().split()]
+        name, *pids = stopped.read_text().split()
         stopped.unlink()
-        for pid in (*pids, os.getpid()):
-            os.kill(pid, signal.SIGTERM)
+        for pid in (*map(int, pids), os.getpid()):
+            os.kill(pid, getattr(signal, name))
     return [float(any(map(str.isdigit, text))) for text in completions]
 """
 
@@ -127,13 +127,14 @@ def has_digit(completions, trainer_state, **kwargs):
 class ForkedRun:
     """A run of a study as a forked process, which does not need to import anything."""
 
-    def __init__(self, command, *, stdout, env, **kwargs):
-        self.command, self.stdout, self.env = command[1:], stdout, env
+    def __init__(self, command, *, stdout, stderr, env, **kwargs):
+        self.command, self.files, self.env = command[1:], (stdout, stderr), env
 
     def wait(self) -> int:
         done = run_python(self.command, cwd=Path.cwd(), **self.env)
-        self.stdout.write(done.stdout + done.stderr)
-        self.stdout.flush()
+        for file, text in zip(self.files, (done.stdout, done.stderr), strict=True):
+            file.write(text)
+            file.flush()
         return done.returncode
 
     def terminate(self):
@@ -141,13 +142,15 @@ class ForkedRun:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stops_study", [False, True])
-def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, stops_study):
+@pytest.mark.parametrize(("name", "stops_study"), [("SIGTERM", False), ("SIGTERM", True), ("SIGKILL", False)])
+def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, name, stops_study):
     monkeypatch.setattr(execution, "subprocess", SimpleNamespace(Popen=ForkedRun, DEVNULL=None))
     Path("my_rewards.py").write_text(STOPPING_REWARD)
     base = {**BASE, "gradient_accumulation_steps": 2}  # a generation for each update
+    if name == "SIGKILL":  # saves nothing at the end
+        base |= {"save_strategy": "steps", "save_steps": 1}
     write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0], base=base)
-    Path("stopped").write_text(str(os.getpid()) if stops_study else "")
+    Path("stopped").write_text(f"{name} {os.getpid()}" if stops_study else name)
     if stops_study:
         with pytest.raises(SystemExit) as ended:
             compare()
@@ -158,8 +161,10 @@ def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, stops_study
     assert compare() is None
     assert not Path("stopped").exists()
     (log,) = Path("study/logs").glob("*.log")
-    assert log.read_text().count("Stopped by SIGTERM after update 3, saved in") == 1
-    assert re.search(r"\nResumes from study/\.run-.*/checkpoint-3\.\n", log.read_text())
+    if name == "SIGTERM":
+        assert log.read_text().count("Stopped by SIGTERM after update 3, saved in") == 1
+    update = 3 if name == "SIGTERM" else 1  # killed in the evaluation after the second update, before its save
+    assert re.search(rf"\nResumes from study/\.run-.*/checkpoint-{update}\.\n", log.read_text())
     assert not list(Path("study").glob(".run-*"))
     (row,) = read_rows(Path("study")).values()
     assert row.error is None
@@ -190,6 +195,44 @@ def test_a_run_that_stops_repeatedly_without_an_update_is_a_row_with_its_error(f
     (row,) = read_rows(Path("study")).values()
     assert row.error.startswith("exit code 75")
     assert not list(Path("study").glob(".run-*"))
+
+
+@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 9)", "sys.exit(137)"])  # of a run, and of its launcher
+def test_a_run_that_is_killed_repeatedly_keeps_its_checkpoints_for_the_next_call(folder, monkeypatch, capsys, ending):
+    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
+    (run,) = read_study("study.yaml").runs()
+    saves = (
+        "import json, os, sys; calls = open('calls', 'a'); calls.write(f'{len(sys.argv)} '); calls.close(); "
+        f"saved = {f'study/.run-{run.key}'!r} + '/checkpoint-2'; os.makedirs(saved, exist_ok=True); "
+        "json.dump({'global_step': 2, 'epoch': 1.0}, open(saved + '/trainer_state.json', 'w')); "
+    )
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves + ending])
+    for calls in ("1 3 ", "1 3 3 "):  # started, and resumed once in each call: no new checkpoint was saved
+        assert compare() == 1
+        assert Path("calls").read_text() == calls
+        assert not read_rows(Path("study"))
+        assert Path(f"study/.run-{run.key}/checkpoint-2").is_dir()
+    assert "failed" not in capsys.readouterr().out
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves])
+    monkeypatch.setattr(execution, "row_of", lambda run, *args: Row(run.arm, run.sweep, run.seed, final=0.5))
+    for name in ("trainer_state.json", "run_settings.json"):
+        Path(f"study/.run-{run.key}/{name}").touch()
+    assert compare() is None
+    assert Path("calls").read_text() == "1 3 3 3 "
+    assert not list(Path("study").glob(".run-*"))
+
+
+def test_the_error_of_a_run_is_the_end_of_its_error_output(folder, monkeypatch):
+    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
+    program = (
+        "import sys; print({'eval_error': 0.5, 'sampling_error': 1.0}); sys.stdout.flush(); "
+        "print('no memory left for', 'the batch', sep='\\n', end='\\n\\n', file=sys.stderr); "
+        "print({'late_error': 0.5}); sys.exit(3)"
+    )
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", program])
+    assert compare() == 1
+    (row,) = read_rows(Path("study")).values()
+    assert row.error.startswith("exit code 3: no memory left for | the batch (study/logs/")
 
 
 def test_a_run_may_be_launched(folder):
