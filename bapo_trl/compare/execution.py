@@ -184,6 +184,8 @@ def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str,
                 (work / "eval_completions_before.jsonl").replace(start)
         except (OSError, KeyError, ValueError) as error:
             row = replace(row, error=f"no results can be read ({type(error).__name__}: {error}, {log})")
+    for secret in run.secrets if row.error is not None else ():
+        row = replace(row, error=row.error.replace(secret, "<secret>"))
     shutil.rmtree(work, ignore_errors=True)
     return row
 

@@ -235,6 +235,19 @@ def test_the_error_of_a_run_is_the_end_of_its_error_output(folder, monkeypatch):
     assert row.error.startswith("exit code 3: no memory left for | the batch (study/logs/")
 
 
+def test_no_file_of_a_study_has_the_value_of_a_secret(folder, monkeypatch, capsys):
+    Path("own.yaml").write_text("env: {WANDB_API_KEY: the-key}\n")
+    write_study(seeds=[0], base={**BASE, "config": "own.yaml", "hub_token": "the-token"})
+    fails = "import sys; sys.exit('401: wrong key the-key, wrong token the-token')"
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", fails])
+    assert compare() == 1
+    written = [path.read_text() for path in (*Path("study", "runs").iterdir(), Path("study/comparison.md"))]
+    assert len(written) == 3
+    for text in (*written, capsys.readouterr().out):
+        assert "401: wrong key <" in text
+        assert not re.search("the-(key|token)", text)
+
+
 def test_a_run_may_be_launched(folder):
     write_study(accelerate="cpu_ddp")
     study = read_study("study.yaml")
