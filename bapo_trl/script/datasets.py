@@ -28,7 +28,7 @@ from trl.scripts.utils import DatasetConfig
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
-from ..inputs.prompt_checks import GIVEN_TO_REWARDS, is_prompt
+from ..inputs.prompt_checks import GIVEN_TO_REWARDS, is_prompt, stored_prompts
 from ..plan.dry_run import TEXT_FOR_CHAT
 from ..report.runs import read_settings
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
@@ -302,14 +302,21 @@ def check_chat_template(dataset: Rows | None, processing_class: Any, template_kw
     # With a processor, the trainer rewrites the messages first
     if not is_chat(dataset) or hasattr(processing_class, "tokenizer"):
         return
-    try:
-        processing_class.apply_chat_template(next(iter(dataset))["prompt"], tokenize=False, **(template_kwargs or {}))
-    except (TemplateError, ValueError) as error:
-        raise InputError(
-            f"The prompts are chat messages, but the chat template of `model_name_or_path` does not accept them "
-            f"({error}): use an instruct model, or text prompts (`prompt_column`). If the template has no system "
-            "role, put the text of `system_prompt` into `prompt_template`."
-        ) from error
+    rows = stored_prompts(dataset) if isinstance(dataset, Dataset) else [next(iter(dataset))["prompt"]]
+    tried = set()
+    for row, prompt in enumerate(rows):
+        kind = tuple((message["role"], *message) for message in prompt)
+        if kind in tried:  # a template accepts or rejects messages by their roles and fields
+            continue
+        tried.add(kind)
+        try:
+            processing_class.apply_chat_template(prompt, tokenize=False, **(template_kwargs or {}))
+        except (TemplateError, ValueError) as error:
+            raise InputError(
+                f"The prompts are chat messages, but the chat template of `model_name_or_path` does not accept them "
+                f"({error}), first in row {row}: use an instruct model, or text prompts (`prompt_column`). If the "
+                "template has no system role, put the text of `system_prompt` into `prompt_template`."
+            ) from error
 
 
 def _find(row: Mapping[str, Any], columns: Sequence[str], flag: str, name: str) -> str:
