@@ -1,5 +1,6 @@
 """Sample several completions per prompt, save them, and compute accuracies and mean rewards."""
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,8 +74,8 @@ def evaluate(
         extract_answer (`Callable[[str], str | None]`, *optional*): Function that finds the answer in a completion,
             for maj@k.
         origin (*optional*): Description of the loaded model, as JSON. If `path` holds the completions of an evaluation
-            with the same origin, prompts, reward functions and sampling settings, they are used and nothing is
-            sampled. Only the main process reads it.
+            with the same origin, rows, source of the reward functions and sampling settings, they are used and
+            nothing is sampled. Only the main process reads it.
 
     Returns:
         [`Evaluation`]: The results, the same on all processes.
@@ -145,9 +146,19 @@ def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
     made_of = [origin, loaded, settings, trainer.num_generations_eval, trainer.reward_func_names]
     digest = xxh3_128(json.dumps(made_of, sort_keys=True, default=str).encode())
-    for row in rows:
-        digest.update(json.dumps(trainer.prompt_of(row), sort_keys=True, default=str).encode())
+    for function in trainer.reward_funcs:
+        digest.update(_source_of(function))
+    for row in rows:  # with the right answers
+        digest.update(json.dumps([trainer.prompt_of(row), row], sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
+
+
+def _source_of(function: Any) -> bytes:
+    """Return the source of the module that defines a reward function; empty for a model or a notebook."""
+    try:
+        return Path(inspect.getsourcefile(inspect.unwrap(function)) or "").read_bytes()
+    except (TypeError, OSError):
+        return b""
 
 
 def _has(path: Path, key: str) -> bool:

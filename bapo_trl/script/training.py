@@ -179,7 +179,7 @@ def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluatio
     count = after.metrics.get("prompts_without_reward", 0)
     lines = [
         f"Evaluation of {model} on {data.test_title or data.title}",
-        f"  number of prompts: {after.num_prompts}; ± is the standard error (95% interval: twice that)",
+        f"  number of prompts: {after.num_prompts}; ± is one standard error (Wilson)",
         accuracy_table(accuracies),
         f"  {rewards_in_words(rewards)}",
         f"Left out, without a reward: {count} of {count + after.num_prompts} prompts" if count else "",
