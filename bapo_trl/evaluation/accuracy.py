@@ -62,9 +62,9 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
     """
     Return the mean of values in [0, 1] and half the width of Wilson's interval of one standard error (68 %).
 
-    With the variance `v` of the values, half the width is `sqrt(v / n + 1 / (4 n^2)) / (1 + 1 / n)`: about the standard
-    error, but not 0 if all values are 0 or all are 1. There is one value per prompt, as completions of the same prompt
-    are not independent. At least one is needed.
+    With the variance `v` of the values, half the width is `sqrt(v / n + 1 / (4 n^2)) / (1 + 1 / n)`: about the
+    standard error, but not 0 if all values are 0 or all are 1. There is one value per prompt, as completions of the
+    same prompt are not independent. At least one is needed.
 
     References:
         Wilson 1927, Probable Inference, the Law of Succession, and Statistical Inference.

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..batch.reward_sums import best_of_k, weighted_sums
 from ..checkpoints.rank_errors import on_main_process
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical
+from .equality import same_answer, same_text
 from .sampling import Completion, EvaluatedTrainer
 
 
@@ -132,12 +134,22 @@ def count(
     accuracies = summarize(
         PromptResult(
             tuple(record["correct"] for record in group),
-            None if extract_answer is None else tuple(_answer(record, extract_answer) for record in group),
+            None if extract_answer is None else _votes([_answer(record, extract_answer) for record in group]),
             str(group[0][SOURCE_COLUMN]) if SOURCE_COLUMN in group[0] else None,
         )
         for group in scored
     )
     return Evaluation(accuracies, metrics, len(scored))
+
+
+def _votes(answers: Sequence[str | None]) -> tuple[str | None, ...]:
+    """Return each answer in the spelling of the first that is the same, as the reward decides with `math-verify`."""
+    compare = same_answer if find_spec("math_verify") else same_text
+    votes: list[str | None] = []
+    for answer in answers:
+        given = dict.fromkeys(vote for vote in votes if vote is not None)
+        votes.append(answer and next((vote for vote in given if compare(vote, answer)), answer))
+    return tuple(votes)
 
 
 def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:

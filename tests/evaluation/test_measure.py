@@ -22,7 +22,7 @@ from bapo_trl import bapo_trainer, cli
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
 from bapo_trl.evaluation import sampling
-from bapo_trl.evaluation.measure import evaluate
+from bapo_trl.evaluation.measure import count, evaluate
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import preparation, training
 from tests.helpers.commands import ROOT, succeeded
@@ -158,6 +158,21 @@ def test_an_accuracy_follows_the_code_of_the_reward(tmp_path, monkeypatch):
         evaluation = evaluate(trainer, [{"prompt": "1+1="}], tmp_path / "completions.jsonl", origin="model")
         found.append(evaluation.accuracies["avg@2"].mean)
     assert found == [0, 1]
+
+
+def test_answers_of_one_value_are_one_answer():
+    given = ["1/2", "0.5", r"\frac{1}{2}", "3", "3", None]
+    records = [
+        {
+            "rewards": {"score": float(number < 3)},
+            "correct": number < 3,
+            "tokens": 1,
+            "cut_off": False,
+            "completion": each,
+        }
+        for number, each in enumerate(given)
+    ]
+    assert count(records, 6, torch.ones(1), lambda text: text).accuracies["maj@6"].mean == 1
 
 
 def test_a_reward_that_changes_its_arguments_sees_each_row_as_it_is(tmp_path):
