@@ -175,6 +175,15 @@ def test_answers_of_one_value_are_one_answer():
     assert count(records, 6, torch.ones(1), lambda text: text).accuracies["maj@6"].mean == 1
 
 
+def test_a_later_evaluation_keeps_what_was_measured_before_training(folder):
+    run(dataset_name="train.jsonl", eval_dataset="test.jsonl")
+    found = results()
+    run(do_train="false", eval_dataset="test.jsonl", model_name_or_path="out")
+    kept = {name: value for name, value in found.items() if name.startswith("before_")}
+    assert kept
+    assert kept.items() <= results().items()
+
+
 def test_a_reward_that_changes_its_arguments_sees_each_row_as_it_is(tmp_path):
     def takes(completions, answer, **kwargs):
         return [float(each.pop()) if each else 0.0 for each in answer]
