@@ -3,7 +3,7 @@
 import importlib
 
 
-__all__ = ["BAPOConfig", "BAPOTrainer", "ReportCallback", "StopSignals", "dry_run", "speed_up_cpu"]
+__all__ = ["BAPOConfig", "BAPOTrainer", "ReportCallback", "StopSignals", "dry_run", "exit_stopped", "speed_up_cpu"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -12,6 +12,7 @@ _HOMES = {
     "ReportCallback": "report.callback",
     "StopSignals": "checkpoints.stop_signals",
     "dry_run": "plan.dry_run",
+    "exit_stopped": "checkpoints.stop_signals",
     "speed_up_cpu": "upstream.cpu_speed",
 }
 _SUBPACKAGES = (

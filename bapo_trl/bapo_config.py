@@ -312,11 +312,15 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         return self.updates_per_generation + self.largest_staleness
 
     @property
+    def sampling_settings(self) -> dict[str, Any]:
+        """Settings of a generation by name, without those of the model."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in names} | (self.generation_kwargs or {})  # these override
+
+    @property
     def biased_settings(self) -> list[str]:
         """Settings, with their values, that draw samples from another policy than the ratios compare."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        settings = {name: getattr(self, name) for name in names} | (self.generation_kwargs or {})  # these override
-        biased = biased_settings(settings, self.temperature)
+        biased = biased_settings(self.sampling_settings, self.temperature)
         if self.use_vllm and self.vllm_structured_outputs_regex is not None:
             biased.append(f"`vllm_structured_outputs_regex` {self.vllm_structured_outputs_regex}")
         return biased

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import SaveStrategy, has_length
 
 from .bapo_config import BAPOConfig, check_copied, check_unchanged, copied_settings, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.micro_batches import MicroBatches
-from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
+from .batch.policy_loss import PolicyLoss, forward_arguments, known_old_logps, mask_values, without_masked_values
 from .batch.reward_sums import best_of_k, zero_advantage_rows
 from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
 from .batch.samples import attach_version, mask_zero_advantages, pad_completions, pad_logps
@@ -22,6 +23,7 @@ from .batch.staleness import staleness_line
 from .batch.updates import BatchUpdates, Generation
 from .checkpoints.atomic import AtomicCheckpoints
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
+from .checkpoints.data_place import DataPlace
 from .checkpoints.log_window import LogWindow, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
@@ -29,7 +31,8 @@ from .checkpoints.stop_signals import is_stopped
 from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.advice import FewPositiveAdvice, advice_line
-from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
+from .inputs.generation_config import check_can_be_saved, settings_of_model
+from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
 from .replay.buffer import FILES as BUFFER_FILES
@@ -112,7 +115,10 @@ class BAPOTrainer(AtomicCheckpoints):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         self._copied_settings = copied_settings(self)
+        if args.log_completions:
+            fixes.replace_what_stdout_cannot_encode()
         self.reward_func_names = distinct_names(self.reward_func_names)
+        vars(self)["_calculate_rewards"] = self._take_rewards  # which TRL calls, whatever a subclass overrides
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._known_logps: list[list[float | None]] | None = None  # set from a generation until TRL scores it
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
@@ -125,7 +131,8 @@ class BAPOTrainer(AtomicCheckpoints):
             self._server = ServerRetries(self, self._forget_sent_weights, self._end_without_server)
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
-            for message in setting_warnings(args):
+            from_model = settings_of_model(args, self.model.generation_config, self.processing_class)
+            for message in setting_warnings(args, from_model):
                 warnings.warn(message, stacklevel=2)
 
     @property
@@ -136,6 +143,8 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def train(self, *args, **kwargs):
         check_copied(self, self._copied_settings)
+        if self.args.save_strategy != SaveStrategy.NO and not is_peft_model(self.model):
+            check_can_be_saved(self.model.generation_config)
         # A second call starts at policy version 0 again, where samples of the first call would look new
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
@@ -155,6 +164,7 @@ class BAPOTrainer(AtomicCheckpoints):
     def _reset_run_state(self) -> None:
         fixes.reset_grpo_state(self)
         self._log_window = LogWindow(self)
+        self._data_place = DataPlace(self)
         self._few_positive_advice = FewPositiveAdvice(self.args, self.accelerator.is_main_process)
         self._settings = own_settings(self.args)
         trains_as_padded = self.args.micro_batch_layout == "padded" and not (
@@ -220,14 +230,20 @@ class BAPOTrainer(AtomicCheckpoints):
         fixes.EpochShuffleCallback(self, sampler)
         return sampler
 
+    def set_initial_training_values(self, *args, **kwargs):
+        values = super().set_initial_training_values(*args, **kwargs)
+        return values if self._last_checkpoint is None else self._data_place.resume(values, self._last_checkpoint)
+
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, *args, **kwargs
     ):
         sizes = max_steps, num_update_steps_per_epoch, num_train_epochs
-        place = super()._init_training_state(*sizes, resume_from_checkpoint, *args, **kwargs)
+        super()._init_training_state(*sizes, resume_from_checkpoint, *args, **kwargs)
         if resume_from_checkpoint is not None:
             fixes.restore_callbacks(self)
-        epochs, skipped = fixes.place_to_resume(self, place, max_steps, num_train_epochs, resume_from_checkpoint)
+        epochs, skipped = self._data_place.passes, 0 if self.args.ignore_data_skip else self._data_place.skipped
+        if self.state.global_step >= max_steps:  # within an epoch, transformers would run one more update
+            epochs, skipped = num_train_epochs, 0
         # TRL's sampler repeats the prompts of a generation step for each of its micro-batches. If TRL's count started
         # at 0 here, generation steps would not align with these blocks, and the next resume would lose prompts.
         self._step = skipped
@@ -270,6 +286,8 @@ class BAPOTrainer(AtomicCheckpoints):
         return buffer[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
+        if not self.tools and self.rollout_func is None:  # which may give images of their own
+            check_images(inputs)
         inputs, version = fixes.without_missing_images(inputs), self.state.global_step
         if self.model.training:
             self._generation = Generation(version, self._step)
@@ -407,7 +425,11 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
         with checking_rewards(self, len(prompts)):
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+            return super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
+
+    def _take_rewards(self, inputs, prompts, completions, *args, **kwargs) -> torch.Tensor:
+        """Return the rewards of all ranks, of this class or a subclass, once they are checked and logged."""
+        rewards_per_func = type(self)._calculate_rewards(self, inputs, prompts, completions, *args, **kwargs)
         check_rewards(self, rewards_per_func, prompts, completions)
         if not self.model.training:
             counted = rewards_per_func[: self._eval_rows_left]
@@ -483,6 +505,10 @@ class BAPOTrainer(AtomicCheckpoints):
         if is_training and self.accelerator.sync_gradients:
             metrics = self._micro_batches.close(self._metrics["train"], self._bounds.close())
             self._log_values(metrics)
+            if self.beta and self.state.global_step == 0 and self.accelerator.is_main_process:
+                kl = [value for value in self._metrics["train"].get("kl", []) if value == value]
+                folder, is_loaded = get_config_model_id(self.model.config), self.ref_model is not None
+                checks.warn_if_reference_differs(kl, self.model, folder, is_loaded)
             self._few_positive_advice.observe(metrics, self.state.global_step + 1)
         return loss
 
@@ -499,6 +525,8 @@ class BAPOTrainer(AtomicCheckpoints):
         if inputs is None:
             return output
         logps, entropies = (mask_values(inputs, values) for values in output[:2])
+        if "old_per_token_logps" in inputs:  # TRL reads them after this
+            inputs["old_per_token_logps"] = known_old_logps(inputs, logps.detach())
         if self.model.training:  # evaluation keeps the latest bounds
             version, is_last = self.state.global_step, self.accelerator.sync_gradients
             factor = self._scale.policy
@@ -545,6 +573,7 @@ class BAPOTrainer(AtomicCheckpoints):
         if self._replay is not None:
             self._replay.save(output_dir)
         if self.args.should_save:
+            self._data_place.save(output_dir)
             save_curves(self._bounds, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
@@ -554,7 +583,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
         fixes.load_onto_numbered_cpus()
-        with fixes.warning_if_rate_differs(self):
+        with fixes.rejecting_another_optimizer(self, checkpoint), fixes.warning_if_rate_differs(self):
             super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is None:
             return

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from . import __version__
 from .errors import InputError
 from .script.commands import EVALUATE, TRAIN, Command
-from .script.failures import run_command
+from .script.failures import FLAG, run_command
 from .script.recipes import is_true, look_ahead
 
 
@@ -38,20 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(
         prog="bapo-trl",
         description="Off-policy reinforcement learning for TRL: train, evaluate and compare language models.",
-        epilog="`bapo-trl COMMAND --help` lists the settings of a command. `--traceback` shows the traceback of an "
-        "error.",
+        epilog="`bapo-trl COMMAND --help` lists the settings of a command.",
     )
     parser.add_argument("--version", action="version", version=f"bapo-trl {__version__}")
+    parser.add_argument(FLAG, action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, purpose) in COMMANDS.items():
         commands.add_parser(name, help=purpose, add_help=False)
-    command = parser.parse_args(arguments[:1]).command
 
-    def run(rest: Sequence[str]) -> int | None:
-        # What stands behind the script is the script's, `--traceback` too
-        return resolve_name(COMMANDS[command][0])(arguments[1:] if command == "launch" else rest)
+    def run(kept: Sequence[str]) -> int | None:
+        name, rest = parser.parse_args(kept[:1]).command, kept[1:]
+        if name == "launch":  # what stands behind a script is the script's, `--traceback` too
+            rest = list(arguments)
+            rest.remove(name)
+        return resolve_name(COMMANDS[name][0])(rest)
 
-    return run_command(run, arguments[1:], f"{parser.prog} {command}")
+    named = [argument for argument in arguments if argument != FLAG][:1]
+    return run_command(run, arguments, " ".join([parser.prog, *(name for name in named if name in COMMANDS)]))
 
 
 def train(arguments: Sequence[str], command: Command = TRAIN) -> None:

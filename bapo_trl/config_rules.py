@@ -1,6 +1,7 @@
 """Check that the settings of a [`BAPOConfig`] fit together. The value of each field has been checked before."""
 
 import math
+from numbers import Real
 from typing import Any
 
 from .clip_bounds import BOUND_PARTS
@@ -8,7 +9,7 @@ from .clip_bounds.grid import BoundGrid
 from .errors import InputError
 from .losses import CLIPPED_LOSS_TYPES, LOSSES
 from .replay.buffer import smallest_capacity, smallest_max_staleness
-from .rollouts.sampling_settings import broken_across_calls
+from .rollouts.sampling_settings import check_across_calls
 
 
 _MODES_OF_VESPO = ("token_truncate", "token_mask")
@@ -21,6 +22,8 @@ def check_rules(config: Any) -> None:
         if not getattr(config, name) >= 1:
             raise InputError(f"`{name}` is {getattr(config, name)!r}: set it to a whole number, at least 1.")
     _check_search(config)
+    if config.world_size > 1 and (config.uses_partial_rollouts or config.uses_replay):
+        _check_batches_are_whole(config)
     _check_partial_rollouts(config)
     _check_overlap(config)
     _check_sampler_logps(config)
@@ -74,7 +77,7 @@ def check_epsilons(config: Any) -> None:
             raise InputError(f"{what}, but `loss_type` {config.loss_type!r} has no clip bounds: remove it.")
         fix = "remove it; to fix the clip bounds, set each `ratio_..._start` equal to its `ratio_..._max`"
         epsilon = given.get("epsilon", 0.2)  # TRL's default
-        if all(type(value) in (int, float) and 0 <= value < 1 for value in given.values()):
+        if all(isinstance(value, Real) and 0 <= float(value) < 1 for value in given.values()):
             lower, upper = f"{1 - epsilon:g}", f"{1 + given.get('epsilon_high', epsilon):g}"
             fix = (
                 f"remove it. To keep fixed clip bounds of {lower} and {upper}, set `ratio_lower_start` and "
@@ -91,6 +94,16 @@ def _check_unclipped_loss(config: Any) -> None:
                 f"`{name}` is {getattr(config, name)!r}, but `loss_type` {config.loss_type!r} has no clip bounds: "
                 f"leave it out, or choose a loss type with bounds ({', '.join(map(repr, CLIPPED_LOSS_TYPES))})."
             )
+
+
+def _check_batches_are_whole(config: Any) -> None:
+    if config.accelerator_config.split_batches:
+        raise InputError(
+            "`split_batches` is True in `accelerator_config`, so each rank would get only a part of the "
+            f"{config.rows_per_generation} samples per generation step (`per_device_train_batch_size` x "
+            "`steps_per_generation`) that partial rollouts and the replay buffer need on each rank. Set "
+            "`split_batches` to False."
+        )
 
 
 def _check_partial_rollouts(config: Any) -> None:
@@ -124,12 +137,7 @@ def _check_partial_rollouts(config: Any) -> None:
             f"Set it to at least {needed}, or to None."
         )
     settings = {**(config.generation_kwargs or {}), "structured_outputs": config.vllm_structured_outputs_regex}
-    broken = broken_across_calls(settings)
-    if broken:
-        raise InputError(
-            f"{'; '.join(broken)} (in `generation_kwargs` or a setting): partial rollouts sample a completion in "
-            "several calls, and do not support this. Remove it, or set `partial_rollout_oversampling` to 1.0."
-        )
+    check_across_calls(settings, "`generation_kwargs` or a setting", "Remove it")
 
 
 def _check_overlap(config: Any) -> None:

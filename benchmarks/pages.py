@@ -53,7 +53,7 @@ CHAT_NAMES = {
     "half the weight, delta": "wide bounds, half weight, `delta=3.0`",
     "half the weight, cap": "wide bounds, half weight, ratio cap",
 }
-CHAT_SEEDS, OTHERS, NOT_AT_4 = 8, 6, "half the weight, cap"
+CHAT_SEEDS, NOT_AT_4 = 8, "half the weight, cap"
 TASK, UPDATES = "task", "updates per generation"
 STALE = ("16", "64")  # updates per generation
 WEIGHTS = {
@@ -115,12 +115,12 @@ def finals(runs: Iterable[Row]) -> Finals:
 
 
 def final_table(
-    by_setting: Mapping[str, Finals], baseline: str, comparisons: int = 1, names: Mapping[str, str] | None = None
+    by_setting: Mapping[str, Finals], baseline: str, names: Mapping[str, str] | None = None, corrected: bool = False
 ) -> str:
     """
     Return a table of final accuracies, and of their differences from one arm over the seeds that both have, with
-    intervals that hold for so many `comparisons` at once. A row of fewer seeds than the baseline shows the baseline's
-    accuracy on these seeds.
+    intervals that are `corrected` for all arms of a setting or not. A row of fewer seeds than the baseline shows the
+    baseline's accuracy on these seeds.
     """
     arms = dict.fromkeys(arm for by_arm in by_setting.values() for arm in by_arm)
     lines = []
@@ -129,7 +129,8 @@ def final_table(
         cells = [(names or {}).get(arm, arm), " / ".join(dict.fromkeys(counts))]
         for by_arm in by_setting.values():
             if arm in by_arm:
-                mean, against, difference = paired(by_arm, arm, baseline, comparisons)
+                others = [other for other in by_arm if other != baseline] if corrected else ()
+                mean, against, difference = paired(by_arm, arm, baseline, others)
                 cells += [mean if against is None else f"{mean} ({baseline}: {against})", difference]
             else:
                 cells += ["-", "-"]
@@ -138,10 +139,11 @@ def final_table(
     return markdown(["method", "seeds", *header], lines)
 
 
-def paired(by_arm: Finals, arm: str, baseline: str, comparisons: int = 1) -> tuple[str, str | None, str]:
+def paired(by_arm: Finals, arm: str, baseline: str, others: Sequence[str] = ()) -> tuple[str, str | None, str]:
     """
     Return the mean accuracy of an arm, the baseline's on the same seeds, and the difference, as text. The second is
-    `None` if the baseline has no other seeds: its own row shows it.
+    `None` if the baseline has no other seeds: its own row shows it. The interval of the difference is corrected for
+    the comparisons of all `others` with the baseline, of which the arm is one.
 
     Raises:
         ValueError: If the arm has a seed that the baseline lacks: its mean would not be that of the difference.
@@ -151,7 +153,8 @@ def paired(by_arm: Finals, arm: str, baseline: str, comparisons: int = 1) -> tup
         return mean, None, "-"
     if missing := by_arm[arm].keys() - by_arm[baseline].keys():
         raise ValueError(f"{arm} has the seeds {sorted(missing)}, which {baseline} lacks.")
-    (found,) = differences(by_arm, [(arm, baseline)], comparisons)
+    pairs = [(other, baseline) for other in others or (arm,)]
+    (found,) = (each for each in differences(by_arm, pairs) if each.arm == arm)
     same = [by_arm[baseline][seed] for seed in by_arm[arm]]
     against = None if len(same) == len(by_arm[baseline]) else f"{sum(same) / len(same):.3f}"
     return mean, against, with_interval(found.mean, ".3f", "+")
@@ -303,7 +306,7 @@ def regime_rates_table() -> str:
 
 
 def regime_table() -> str:
-    """Return final accuracies, and differences from VESPO with intervals that hold for the five at once."""
+    """Return final accuracies, and differences from VESPO, corrected for the five of a setting."""
     runs = complete(rows("regime"))
     accuracies = by_setting(runs)
     found = {(setting, each.arm): each for setting, by_arm in accuracies.items() for each in compared(by_arm)}
@@ -426,7 +429,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "variants": variants_table,
     "weights": weights_table,
     "replay": replay_table,
-    "chat": lambda: final_table(chat_settings(), AGAINST, OTHERS, CHAT_NAMES),
+    "chat": lambda: final_table(chat_settings(), AGAINST, CHAT_NAMES, corrected=True),
     "tied": lambda: final_table(
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),

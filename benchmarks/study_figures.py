@@ -14,7 +14,7 @@ from bapo_trl.compare.results import Row
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import compare
 from benchmarks.common import ROOT
-from benchmarks.pages import AGAINST, CHAT_NAMES, OTHERS, STALE, TASK, UPDATES, Finals, chat_settings, rows
+from benchmarks.pages import AGAINST, CHAT_NAMES, STALE, TASK, UPDATES, Finals, chat_settings, rows
 from benchmarks.regime_verdict import APART, ARMS, by_setting, complete
 
 
@@ -35,7 +35,7 @@ def draw_differences(panels: Mapping[str, Finals], path: Path) -> None:
     figure = Figure(figsize=(1.8 + 3.4 * len(panels), 0.9 + 0.42 * len(arms)), layout="constrained")
     every_axes = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
     for axes, (title, task) in zip(every_axes, panels.items(), strict=True):
-        for found in differences(task, [(arm, AGAINST) for arm in arms if arm in task], OTHERS):
+        for found in differences(task, [(arm, AGAINST) for arm in arms if arm in task]):
             place = len(arms) - arms.index(found.arm)
             axes.plot(found.values, [place] * len(found.values), "o", color="0.7", markersize=4)
             axes.errorbar(found.mean.value, place, xerr=found.mean.half_width, fmt="D", color="C0", capsize=3)

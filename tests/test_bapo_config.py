@@ -1,7 +1,10 @@
 """Every knob's range and the combinations that are rejected."""
 
 import math
+from fractions import Fraction
+from typing import get_args
 
+import numpy as np
 import pytest
 from trl import GRPOConfig, TrlParser
 
@@ -155,3 +158,53 @@ def test_a_grpo_config_is_taken_over():
         BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, epsilon=0.3))
     cispo = BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, loss_type="cispo", epsilon_high=5.0))
     assert (cispo.epsilon, cispo.epsilon_high) == (0.2, 5.0)  # its cap
+
+
+@pytest.mark.parametrize("settings", [{"partial_rollout_oversampling": 1.5}, {"replay_fraction": 0.5}], ids=str)
+def test_batches_that_are_split_over_ranks_are_rejected_where_each_rank_needs_whole_ones(monkeypatch, settings):
+    split = {"accelerator_config": {"split_batches": True}, "steps_per_generation": 2, "num_generations": 4}
+    config(**split, **settings)
+    monkeypatch.setattr(BAPOConfig, "world_size", 2)
+    config(**split)
+    with pytest.raises(ValueError, match="`split_batches` is True"):
+        config(**split, **settings)
+
+
+def numbered_fields(kind: type) -> list:
+    return [f for f in own_fields() if kind in (get_args(f.type) or (f.type,)) and f.default is not None]
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, np.longdouble, Fraction])
+def test_every_real_number_is_one(number):
+    for f in numbered_fields(float):
+        value = getattr(config(**{f.name: number(f.default)}), f.name)
+        assert type(value) is float
+        assert value == float(number(f.default))
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int32, np.uint8])
+def test_every_whole_number_is_one(number):
+    for f in numbered_fields(int):
+        value = getattr(config(**{f.name: number(min(f.default, 200))}), f.name)
+        assert type(value) is int
+    assert type(config(replay_fraction=number(1)).replay_fraction) is float
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("positive_contribution_target", np.bool_(True)),
+        ("replay_max_reuse", np.float64(3.0)),
+        ("negative_weight_min", np.float32("nan")),
+        ("learning_rate", np.float32("nan")),
+        ("replay_fraction", np.float64(1.5)),
+    ],
+)
+def test_other_values_of_numpy_are_rejected_by_name(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is "):
+        config(**{name: value})
+
+
+def test_trls_bounds_as_numbers_of_numpy_are_told_as_bounds():
+    with pytest.raises(ValueError, match=r"fixed clip bounds of 0\.75 and 1\.5"):
+        config(epsilon=np.float32(0.25), epsilon_high=np.float64(0.5))

@@ -21,7 +21,7 @@ from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_run, tra
 
 NARROWER = ("trimmed", "balanced")
 # 2 groups of 3 completions in a micro-batch, 2 micro-batches in an update, 2 updates on the samples of a generation
-SGD = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.0, "num_iterations": 1, "max_steps": 8}
+SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "num_iterations": 1, "max_steps": 8}
 
 
 def half_equal(completions, **kwargs) -> list[float]:

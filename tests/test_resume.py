@@ -1,5 +1,6 @@
 """What changes in a run and is neither weights nor optimizer: a resumed run has it as an uninterrupted one does."""
 
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -13,8 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback
 
+from bapo_trl import BAPOTrainer
 from bapo_trl.checkpoints.files import MANIFEST
 from bapo_trl.checkpoints.ref_model import FILES, FOLDER, load_ref_model, save_ref_model
+from bapo_trl.errors import InputError
 from tests.helpers.alike import TIMES, assert_same_tensors, assert_same_weights
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_function
@@ -97,6 +100,91 @@ def test_the_reference_of_a_saved_adapter_is_the_one_that_it_started_from(tmp_pa
     for name, weight in resumed.model.named_parameters():
         if ".ref." in name:
             assert torch.equal(weight.cpu(), start[name.replace(".ref.", ".")]), name
+
+
+SAVED = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "gradient_checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def optimized(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimized")
+    for optim in ("adamw_torch", "sgd"):
+        toy_run(folder / optim, optim=optim, **SAVED)
+    return folder
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw_torch", "sgd"), ("sgd", "adamw_torch"), ("sgd", "adafactor")])
+def test_another_optimizer_is_named(optimized, tmp_path, before, after):
+    checkpoint = str(optimized / before / "checkpoint-1")
+    with pytest.raises(InputError, match=f"`optim` is '{after}'.*checkpoint-1 has the state of another"):
+        toy_run(tmp_path, optim=after, resume=checkpoint, **{**SAVED, "max_steps": 2})
+
+
+def test_another_implementation_of_an_optimizer_may_resume(optimized, tmp_path):
+    resume = str(optimized / "adamw_torch" / "checkpoint-1")
+    trainer = toy_run(tmp_path, optim="adamw_torch_fused", resume=resume, **{**SAVED, "max_steps": 2})
+    assert trainer.state.global_step == 2
+
+
+LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+
+
+def with_adapter(name: str = "default", **settings):
+    return get_peft_model(toy_model(), LoraConfig(**{**LORA, **settings}), adapter_name=name)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """Runs with an adapter, in the checkpoint's own folder and in a subfolder."""
+    folder = tmp_path_factory.mktemp("adapted")
+    for name in ("default", "mine"):
+        toy_run(folder / name, with_adapter(name), **SAVED)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lora_alpha", 16), ("use_rslora", True), ("r", 4), ("target_modules", ["q_proj"]), ("use_dora", True),
+        ("alpha_pattern", {"q_proj": 4}), ("init_lora_weights", "pissa"),
+    ],
+)  # fmt: skip
+def test_an_adapter_with_other_settings_is_rejected(adapted, tmp_path, name, field, value):
+    resume = str(adapted / name / "checkpoint-1")
+    with pytest.raises(InputError, match=f"`{field}` is .*, but it was "):
+        toy_run(tmp_path, with_adapter(name, **{field: value}), resume=resume, **{**SAVED, "max_steps": 2})
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_settings_of_an_adapter_that_change_no_output_may_differ(adapted, tmp_path, name):
+    same = {
+        "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.1, "task_type": "CAUSAL_LM",
+        "init_lora_weights": "gaussian",
+    }  # fmt: skip
+    resume = str(adapted / name / "checkpoint-1")
+    trainer = toy_run(tmp_path, with_adapter(name, **same), resume=resume, **{**SAVED, "max_steps": 2})
+    assert trainer.state.global_step == 2
+
+
+def test_an_adapter_does_not_resume_from_a_whole_model(tmp_path):
+    toy_run(tmp_path, **SAVED, save_only_model=True)
+    with pytest.raises(InputError, match=r"The model has an adapter, but there is no .*adapter_config.json"):
+        toy_run(tmp_path, with_adapter(), resume=True, **{**SAVED, "max_steps": 2})
+
+
+class SavesShards(BAPOTrainer):
+    """Saves no adapter by itself, as transformers under FSDP with a sharded state."""
+
+    def save_model(self, output_dir, *args, **kwargs):
+        os.makedirs(output_dir)
+
+
+def test_a_checkpoint_of_shards_has_the_settings_of_the_adapter(tmp_path):
+    toy_run(tmp_path, with_adapter(), trainer_class=SavesShards, **SAVED)
+    assert not (tmp_path / "checkpoint-1" / "adapter_model.safetensors").exists()
+    with pytest.raises(InputError, match="`lora_alpha` is 16, but it was 8"):
+        toy_run(tmp_path, with_adapter(lora_alpha=16), resume=True, **{**SAVED, "max_steps": 2})
 
 
 def test_patience_is_not_renewed_by_a_resume(tmp_path):

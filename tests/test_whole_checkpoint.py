@@ -145,15 +145,6 @@ def test_a_learning_rate_that_a_checkpoint_does_not_take_is_told_of(run):
     assert training_logs(trainer)[-1]["learning_rate"] == 2e-2
 
 
-def test_a_resumed_run_whose_epochs_are_over_by_larger_batches_alone_is_rejected(tmp_path):
-    of_epochs = {**SAVING, "max_steps": -1, "num_train_epochs": 1, "replay_fraction": 0.0}
-    whole = toy_run(tmp_path, **of_epochs)
-    larger = {"per_device_train_batch_size": 24}
-    with pytest.raises(InputError, match=r"Nothing would be trained: the checkpoint .*-6 is at epoch 0\.\d+, with 6"):
-        toy_run(tmp_path, **of_epochs, **larger, resume=str(tmp_path / "checkpoint-6"))
-    assert whole.state.global_step > 6
-
-
 def test_a_run_of_half_an_epoch_that_was_killed_before_its_model_was_saved_is_finished(tmp_path):
     of_half = {**SAVING, "max_steps": -1, "num_train_epochs": 0.5, "replay_fraction": 0.0}
     last = toy_run(tmp_path, **of_half).state.global_step

@@ -50,6 +50,21 @@ def mask_values(batch: Mapping[str, torch.Tensor], values: torch.Tensor, neutral
     return torch.where(mask, values, neutral) if values.shape == mask.shape else values
 
 
+def known_old_logps(inputs: Mapping[str, torch.Tensor], per_token_logps: torch.Tensor) -> torch.Tensor:
+    """
+    Return the log-probabilities of TRL's batch under the policy that sampled it, or else the current ones, `(B, T)`.
+
+    TRL omits them in a run that looks on-policy. A sampler's log-probabilities are NaN for tokens without one.
+    """
+    if "old_per_token_logps" not in inputs:
+        return per_token_logps
+    old_per_token_logps = inputs["old_per_token_logps"]
+    if "sampling_per_token_logps" not in inputs:
+        return old_per_token_logps  # the trainer's own, in which a NaN stops the training
+    is_unknown = old_per_token_logps.isnan() & inputs["sampling_per_token_logps"].isnan()
+    return torch.where(is_unknown, per_token_logps, old_per_token_logps)
+
+
 def forward_arguments(batch: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and keyword arguments of TRL's `_get_per_token_logps_and_entropies`, without the model."""
     input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
@@ -86,7 +101,7 @@ class PolicyLoss:
     ) -> PolicyTokens:
         """Return the tokens of a micro-batch from the current policy's log-probabilities and entropies, `(B, T)`."""
         settings, mask, advantages = self._settings, policy_mask(inputs), inputs["advantages"]
-        old_per_token_logps = inputs.get("old_per_token_logps", per_token_logps)  # absent: sampled by this policy
+        old_per_token_logps = known_old_logps(inputs, per_token_logps)
         factors = []
         if settings.off_policy_mask_threshold is not None:
             factors.append(
@@ -145,7 +160,7 @@ class PolicyLoss:
         """Return the sum of w |A| of each sign over a micro-batch, without factors that need a forward pass."""
         inputs = without_masked_values(inputs)
         logps = _any_logps(inputs)
-        tokens = self._weighed(inputs, logps, inputs.get("old_per_token_logps", logps), ())
+        tokens = self._weighed(inputs, logps, logps, ())
         return size_contributions(torch.ones_like(tokens.ratio), tokens.advantages, tokens.weights)
 
     def _weighed(self, inputs, per_token_logps, old_per_token_logps, factors) -> PolicyTokens:
@@ -166,5 +181,4 @@ class PolicyLoss:
 
 def _any_logps(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return log-probabilities for samples of the current policy, whose ratios are 1 whatever the values."""
-    logps = inputs.get("old_per_token_logps")
-    return torch.zeros_like(inputs["completion_mask"], dtype=torch.float32) if logps is None else logps
+    return known_old_logps(inputs, torch.zeros_like(inputs["completion_mask"], dtype=torch.float32))

@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..errors import InputError
+from .adapters import check_adapters, save_adapter_configs
 from .files import (
     MANIFEST,
     UNFINISHED,
@@ -66,6 +67,8 @@ class AtomicCheckpoints(GRPOTrainer):
                 if self.is_local_process_zero():
                     remove_left_behind(self.args.output_dir)
             self._last_checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
+            with raising_on_all_ranks():
+                check_adapters(self, self._last_checkpoint)
             if self._last_checkpoint is not None and self.is_world_process_zero():
                 left_out = left_out_states(self._last_checkpoint)
                 if left_out:
@@ -185,6 +188,7 @@ class AtomicCheckpoints(GRPOTrainer):
             self._record_best(run_dir, name)
         with _failing_together(run_dir, name):  # all ranks have written
             if is_owner:
+                save_adapter_configs(self.model, os.path.join(unfinished, name))
                 write_manifest(os.path.join(unfinished, name))
             if self.is_local_process_zero() and os.path.isdir(unfinished):  # they may be in this node's memory only
                 flush_tree(unfinished)

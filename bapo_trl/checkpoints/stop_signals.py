@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import distributed
@@ -31,7 +31,7 @@ class StopSignals(TrainerCallback):
     SIGTERM ends a forked child process of a reward function or a data loader as usual. Children ignore the other two,
     which a terminal and SLURM send to all processes, because the update may still need them.
 
-    docs/resume.md shows how to use it in a script around `train()`.
+    Call [`exit_stopped`] after `train()`, so that a script does not go on with a model that is not trained to its end.
     """
 
     def __init__(self) -> None:
@@ -107,12 +107,14 @@ def is_stopped(trainer: Trainer) -> bool:
     return any(isinstance(each, StopSignals) and each.signal is not None for each in callbacks)
 
 
-def exit_stopped(trainer: Trainer) -> NoReturn:
+def exit_stopped(trainer: Trainer) -> None:
     """
-    Exit the process on all ranks with [`EXIT_CODE`], after a training that [`StopSignals`] stopped.
+    Exit the process on all ranks with [`EXIT_CODE`] if [`StopSignals`] stopped the training; else return.
 
     A launcher ends the other ranks as soon as the first exits. So no rank exits before all have saved.
     """
+    if not is_stopped(trainer):
+        return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     trainer.accelerator.wait_for_everyone()
     end_training(trainer)

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int | None:
     """
     Run all runs of a study that are not finished, and print the results. Raise an `InputError` for an invalid study.
 
-    Return the exit status: 1 if a run failed.
+    Return the exit status: 1 if a run failed or was killed.
     """
     parser = OneLineParser(
         prog="bapo-trl compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -71,8 +71,9 @@ def main(arguments: Sequence[str]) -> int | None:
         make_runs(study, missing, options.output_dir, options.jobs)
         finished = read_rows(options.output_dir)
     rows = [finished[run.key] for run in runs if run.key in finished]
-    _show(rows, list(study.arms), baseline, options.output_dir, len(runs))
-    return 1 if any(finished[run.key].error is not None for run in chosen) else None
+    if rows:
+        _show(rows, list(study.arms), baseline, options.output_dir, len(runs))
+    return 1 if any(run.key not in finished or finished[run.key].error is not None for run in chosen) else None
 
 
 def _show(rows: list[Row], arms: list[str], baseline: str, folder: Path, number: int) -> None:

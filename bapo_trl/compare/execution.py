@@ -23,6 +23,9 @@ from .results import FOLDER, Row, row_of, write_row
 from .study import Run, Study, as_arguments
 
 
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # `kill -9` or out of memory: the run, or a rank of its launcher
+_ERROR_LINES = 3  # of a failed run's error output, in its row
+
 _running: set[subprocess.Popen] = set()
 _is_ending = threading.Event()  # set when the study stops: no run is started or resumed afterwards
 
@@ -31,8 +34,10 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int) -> Non
     """
     Run the given runs, `jobs` at the same time, and write a result row for each, with its error if it failed.
 
-    A run that was stopped by a signal resumes from its checkpoint: immediately, or at the next call if the study was
-    stopped too. Logs and settings of a run are kept in `logs`; its model is deleted. Prints a line per finished run.
+    A run that was stopped by a signal or killed resumes from its checkpoint: immediately if it has saved one since its
+    last start, and at the next call if the study was stopped too. A run that was killed earlier has no row and keeps
+    its checkpoints: the next call continues it. Output and settings of a run are kept in `logs`; its model is deleted.
+    Prints a line per run that ended.
     """
     started = time.monotonic()
     free: SimpleQueue[dict[str, str]] = SimpleQueue()
@@ -40,13 +45,13 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int) -> Non
         free.put(environment)
     _is_ending.clear()
 
-    def make(run: Run) -> Row:
+    def make(run: Run) -> Row | None:
         environment = free.get()
         try:
             row = _make(run, study.accelerate, folder, environment)
         finally:
             free.put(environment)
-        if row.error is None or not _is_ending.is_set():
+        if row is not None:
             write_row(row, folder / FOLDER / f"{run.key}.json")
         return row
 
@@ -56,9 +61,13 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int) -> Non
             for done, future in enumerate(as_completed(futures), start=1):
                 row = future.result()
                 left = (time.monotonic() - started) / done * (len(runs) - done)
-                found = f"failed: {row.error}" if row.final is None else f"{row.final:.3f}"
+                if row is None:
+                    found = "killed, perhaps for its memory; the same command continues it"
+                else:
+                    found = f"failed: {row.error}" if row.final is None else f"{row.final:.3f}"
+                    found += f", {timedelta(seconds=round(row.seconds))}"
                 print(
-                    f"[{done}/{len(runs)}] {futures[future].label}: {found}, {timedelta(seconds=round(row.seconds))}; "
+                    f"[{done}/{len(runs)}] {futures[future].label}: {found}; "
                     f"about {timedelta(seconds=round(left))} left",
                     flush=True,
                 )
@@ -142,7 +151,8 @@ def _visible_devices() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str, str]) -> Row:
+def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str, str]) -> Row | None:
+    """Return the result of a run, or `None` if it was stopped or killed before its end."""
     log = folder / "logs" / f"{run.key}.log"
     start = folder / "starts" / f"seed-{run.seed}.jsonl"  # completions of the common start model: sampled once
     work = folder / f".run-{run.key}"
@@ -159,11 +169,12 @@ def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str,
         if start.exists():
             shutil.copyfile(start, work / "eval_completions_before.jsonl")  # `train` ignores them for another model
     code, seconds = _train(command_of(run, accelerate, str(work)), work, log, environment)
+    if code in _KILLED or (code != 0 and _is_ending.is_set()):
+        return None
     row = Row(run.arm, run.sweep, run.seed, run.settings, seconds=seconds)
     if code != 0:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        last = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
-        row = replace(row, error=f"exit code {code}: {last.strip()} ({log})")
+        lines = filter(None, map(str.strip, _error_output(log).read_text(errors="replace").splitlines()))
+        row = replace(row, error=f"exit code {code}: {' | '.join([*lines][-_ERROR_LINES:])} ({_error_output(log)})")
     else:
         try:
             row = row_of(run, work, seconds)
@@ -173,9 +184,15 @@ def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str,
                 (work / "eval_completions_before.jsonl").replace(start)
         except (OSError, KeyError, ValueError) as error:
             row = replace(row, error=f"no results can be read ({type(error).__name__}: {error}, {log})")
-    if row.error is None or not (_is_ending.is_set() and _newest_update(work)):
-        shutil.rmtree(work, ignore_errors=True)
+    for secret in run.secrets if row.error is not None else ():
+        row = replace(row, error=row.error.replace(secret, "<secret>"))
+    shutil.rmtree(work, ignore_errors=True)
     return row
+
+
+def _error_output(log: Path) -> Path:
+    """Return the file of what a run writes on stderr, beside the log of its stdout."""
+    return log.with_suffix(".err")
 
 
 def _newest_update(work: Path) -> int:
@@ -185,19 +202,20 @@ def _newest_update(work: Path) -> int:
 
 def _train(command: list[str], work: Path, log: Path, environment: dict[str, str]) -> tuple[int, float]:
     """
-    Run a command, and resume it whenever a signal stopped it after a checkpoint.
+    Run a command, and resume it whenever it was stopped by a signal or killed after a new checkpoint.
 
     Return its last exit code, and its total seconds, including earlier calls.
     """
     clock, done = work / "seconds.txt", -1
     seconds = float(clock.read_text()) if clock.exists() else 0.0
     code = EXIT_CODE
-    with log.open("a" if _newest_update(work) else "w") as output:
-        while code == EXIT_CODE and done < _newest_update(work) and not _is_ending.is_set():
+    mode = "a" if _newest_update(work) else "w"
+    with log.open(mode) as output, _error_output(log).open(mode) as errors:
+        while code in (EXIT_CODE, *_KILLED) and done < _newest_update(work) and not _is_ending.is_set():
             done, started = _newest_update(work), time.monotonic()
             resume = ["--resume_from_checkpoint", "true"] if done else []
             process = subprocess.Popen(
-                [*command, *resume], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+                [*command, *resume], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment
             )
             _running.add(process)
             if _is_ending.is_set():  # the process started while the others were being terminated

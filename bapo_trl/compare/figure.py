@@ -33,8 +33,7 @@ def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
             for step, accuracy in chain(*curves):
                 accuracies.setdefault(step, []).append(accuracy)
             steps = sorted(accuracies)
-            noise = comparison.noise()[arm]
-            means = [within(mean_over_seeds(accuracies[step], noise=noise), 1.0) for step in steps]
+            means = [within(mean_over_seeds(accuracies[step]), 1.0) for step in steps]
             (shown[arm],) = panel.plot(steps, [mean.value for mean in means], color=colors[arm], label=arm)
             if len(curves) < FEWEST_SEEDS:  # too few for a useful interval
                 panel.add_collection(LineCollection(curves, colors=colors[arm], linewidths=0.8, alpha=0.5))

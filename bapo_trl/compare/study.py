@@ -5,8 +5,8 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
@@ -17,6 +17,9 @@ _KEYS = ("base", "arms", "over", "seeds", "measure", "accelerate")
 _REQUIRED = ("base", "arms", "seeds", "measure")
 _OWN = ("seed", "output_dir", "do_train", "do_eval", "eval_strategy", "eval_steps", "num_generations_eval",
         "logging_steps", "dry_run")  # fmt: skip
+_SECRET = re.compile(
+    r"(.*_)?(token|(api|access)_?key|secret|password)", re.IGNORECASE
+)  # name of a setting or a variable
 _DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 
@@ -28,7 +31,8 @@ class Run:
     sweep: dict[str, Any]  # values of the settings in `over`, which vary for all methods
     seed: int
     flags: dict[str, Any]  # flags of `bapo-trl train`, without `output_dir`
-    settings: dict[str, Any]  # flags and the recipe's settings: they identify the run
+    settings: dict[str, Any]  # flags and the recipe's settings without values of secrets: they identify the run
+    secrets: tuple[str, ...] = field(default=(), repr=False)  # values that are not written
 
     @property
     def label(self) -> str:
@@ -94,7 +98,10 @@ class Study:
         settings = {**recipe, **{name: value for name, value in flags.items() if name != "config"}}
         if self.accelerate is not None:
             settings["accelerate"] = self.accelerate
-        return Run(arm, sweep, seed, flags, settings)
+        secrets = tuple(_secrets_of(settings))
+        if isinstance(settings.get("env"), dict):  # which holds more than names show
+            settings["env"] = sorted(map(str, settings["env"]))
+        return Run(arm, sweep, seed, flags, _without_secrets(settings), secrets)
 
     def check(self, on_gpus: bool = False) -> None:
         """
@@ -123,6 +130,29 @@ class Study:
         finally:  # transformers' arguments set environment variables that the runs must not inherit
             os.environ.clear()
             os.environ.update(environment)
+
+
+def _is_secret(name: object, value: object) -> bool:
+    return isinstance(value, str) and _SECRET.fullmatch(str(name)) is not None
+
+
+def _secrets_of(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Return the values of secrets in settings and their mappings, such as `env`."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _secrets_of(value)
+        elif value and _is_secret(name, value):
+            yield value
+
+
+def _without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the name of each secret in place of its value."""
+    kept = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            value = _without_secrets(value)
+        kept[name] = f"<{str(name).upper()}>" if _is_secret(name, value) else value
+    return kept
 
 
 def as_arguments(flags: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from .results import Row
@@ -23,15 +24,14 @@ class Figure(NamedTuple):
     form: str
     read: Callable[[Row], float | None]
     width: float = math.inf  # of what can be measured
-    error: str = ""  # name in `Row.errors`
 
 
 ACCURACIES = {
-    "final accuracy": Figure(".3f", lambda row: row.final, 1.0, "final"),
+    "final accuracy": Figure(".3f", lambda row: row.final, 1.0),
     "mean accuracy": Figure(".3f", lambda row: row.mean_accuracy, 1.0),
-    "pass@k": Figure(".3f", lambda row: row.pass_at_k, 1.0, "pass_at_k"),
+    "pass@k": Figure(".3f", lambda row: row.pass_at_k, 1.0),
     "max drawdown": Figure(".3f", lambda row: row.max_drawdown, 1.0),
-    "start accuracy": Figure(".3f", lambda row: row.start, 1.0, "start"),
+    "start accuracy": Figure(".3f", lambda row: row.start, 1.0),
 }
 """Columns of the first table, by title."""
 
@@ -59,27 +59,21 @@ class Comparison:
         """Final accuracy of each arm by seed, of the runs that did not fail."""
         return {arm: {row.seed: row.final for row in rows if row.final is not None} for arm, rows in self.arms.items()}
 
-    def noise(self, name: str = "final") -> dict[str, float]:
-        """Return the standard error of a figure of one run over the evaluation's prompts, by arm; 0 if not known."""
-        found = {arm: [row.errors[name] for row in rows if name in row.errors] for arm, rows in self.arms.items()}
-        return {arm: math.sqrt(sum(e**2 for e in each) / len(each)) if each else 0.0 for arm, each in found.items()}
-
     def means(self, figure: Figure) -> dict[str, Mean]:
         """Return the mean over the seeds of a figure, by arm, of the arms that have it."""
-        noise, means = self.noise(figure.error), {}
+        means = {}
         for arm, rows in self.arms.items():
             values = [figure.read(row) for row in rows if row.error is None]
             defined = [value for value in values if value is not None]
             if defined:
-                means[arm] = within(mean_over_seeds(defined, noise=noise[arm]), figure.width)
+                means[arm] = within(mean_over_seeds(defined), figure.width)
         return means
 
-    def differences(self, pairs: Sequence[tuple[str, str]] | None = None, comparisons: int | None = None):
+    def differences(self, pairs: Sequence[tuple[str, str]] | None = None) -> list[Difference]:
         """Return differences of final accuracy over common seeds, by default of each arm from the baseline."""
         if pairs is None:
             pairs = [(arm, self.baseline) for arm in self.arms if arm != self.baseline and self.baseline in self.arms]
-        found = differences(self.finals, pairs, comparisons, self.noise())
-        return [replace(each, mean=within(each.mean, 2.0)) for each in found]
+        return [replace(each, mean=within(each.mean, 2.0)) for each in differences(self.finals, pairs)]
 
 
 def within(mean: Mean, width: float) -> Mean:
@@ -148,7 +142,6 @@ def _paired(comparison: Comparison) -> str:
         seeds = finals[arm].keys() & finals[other].keys()
         return f"{math.fsum(finals[arm][seed] for seed in seeds) / len(seeds):.3f}"
 
-    found = comparison.differences()
     cells = [
         [
             each.arm,
@@ -158,19 +151,19 @@ def _paired(comparison: Comparison) -> str:
             with_interval(each.mean, ".3f", "+"),
             "-" if math.isnan(each.p_value) else f"{each.p_value:.3f}",
             f"{sum(value > 0 for value in each.values)} of {len(each.values)}",
-            str(_seeds_for(SMALL, each, len(found)) or "-"),
+            str(_seeds_for(SMALL, each) or "-"),
         ]
-        for each in found
+        for each in comparison.differences()
     ]
     header = ["method", "common seeds", "accuracy on them", f"{baseline} on them", "difference"]
     header += ["p (Holm)", "seeds above 0", f"seeds to show {SMALL}"]
     return markdown(header, cells) if cells else ""
 
 
-def _seeds_for(size: float, difference: Difference, comparisons: int) -> int | None:
+def _seeds_for(size: float, difference: Difference) -> int | None:
     if len(difference.values) < FEWEST_SEEDS:
         return None
-    return seeds_for(size, difference.values, comparisons, difference.noise)
+    return seeds_for(size, difference.values, difference.comparisons)
 
 
 def _health(comparison: Comparison) -> list[str]:
@@ -185,21 +178,21 @@ def _health(comparison: Comparison) -> list[str]:
 
 def verdict(comparison: Comparison) -> list[str]:
     """
-    Return a sentence for each difference: an order only where an interval that holds for all comparisons excludes 0.
+    Return a sentence for each difference: an order only where its interval excludes 0.
 
-    First each arm against the baseline. Then the two arms of the highest accuracy, if neither is the baseline, by an
-    interval that holds for all pairs.
+    First each arm against the baseline. Then the two arms of the highest accuracy, if neither is the baseline, with
+    the correction for all pairs of arms.
     """
-    lines = [_sentence(each, len(comparison.arms) - 1) for each in comparison.differences()]
+    found = comparison.differences()
     means = {arm: sum(finals.values()) / len(finals) for arm, finals in comparison.finals.items() if finals}
     highest = sorted(means, key=means.__getitem__, reverse=True)[:2]
     if len(highest) == 2 and comparison.baseline not in highest:
-        pairs = len(comparison.arms) * (len(comparison.arms) - 1) // 2
-        lines += [_sentence(each, pairs) for each in comparison.differences([(highest[0], highest[1])], pairs)]
-    return lines
+        pairs = comparison.differences(list(combinations(comparison.arms, 2)))
+        found += [each for each in pairs if {each.arm, each.baseline} == set(highest)]
+    return [_sentence(each) for each in found]
 
 
-def _sentence(each: Difference, comparisons: int) -> str:
+def _sentence(each: Difference) -> str:
     count = len(each.values)
     if each.mean.excludes_zero:
         above, below = (each.arm, each.baseline) if each.mean.value > 0 else (each.baseline, each.arm)
@@ -208,7 +201,7 @@ def _sentence(each: Difference, comparisons: int) -> str:
     alike = f"No significant difference between {each.arm} and {each.baseline}"
     if count < FEWEST_SEEDS:
         return f"{alike} on {count} seed{'s' * (count > 1)}: run at least {FEWEST_SEEDS}."
-    needed = _seeds_for(each.mean.value, each, comparisons)
+    needed = _seeds_for(each.mean.value, each)
     if needed is None:
         return f"{alike}."
     lacking = max(1, needed - count)

@@ -60,19 +60,22 @@ def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
 
 def mean_over_prompts(values: Sequence[float]) -> Estimate:
     """
-    Return the mean and its standard error `s / sqrt(n)`, where `s` is the sample standard deviation.
+    Return the mean of values in [0, 1] and half the width of Wilson's interval of one standard error (68 %).
 
-    There is one value per prompt, as completions of the same prompt are not independent. At least one is needed.
+    With the variance `v` of the values, half the width is `sqrt(v / n + 1 / (4 n^2)) / (1 + 1 / n)`: about the
+    standard error, but not 0 if all values are 0 or all are 1. There is one value per prompt, as completions of the
+    same prompt are not independent. At least one is needed.
 
     References:
+        Wilson 1927, Probable Inference, the Law of Succession, and Statistical Inference.
         Miller 2024, Adding Error Bars to Evals (https://arxiv.org/abs/2411.00640), Section 2.2.
     """
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:
         return Estimate(mean, math.nan)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return Estimate(mean, math.sqrt(variance / count))
+    variance = math.fsum((value - mean) ** 2 for value in values) / count
+    return Estimate(mean, math.sqrt(variance / count + 1 / (4 * count**2)) / (1 + 1 / count))
 
 
 def summarize(results: Iterable[PromptResult]) -> dict[str, Estimate]:

@@ -110,7 +110,7 @@ def canonical(answer: str) -> str:
 
     ```
     """
-    text = re.sub(r"\s", "", answer).strip("$").removesuffix(".")
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)|\s+(?=\d{3}(?!\d))", "", answer).strip("$").removesuffix(".")  # not 3 1/2
     return plain_number(text) or text
 
 

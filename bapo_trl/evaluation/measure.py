@@ -1,9 +1,11 @@
 """Sample several completions per prompt, save them, and compute accuracies and mean rewards."""
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ..batch.reward_sums import best_of_k, weighted_sums
 from ..checkpoints.rank_errors import on_main_process
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical
+from .equality import same_answer, same_text
 from .sampling import Completion, EvaluatedTrainer
 
 
@@ -73,8 +76,8 @@ def evaluate(
         extract_answer (`Callable[[str], str | None]`, *optional*): Function that finds the answer in a completion,
             for maj@k.
         origin (*optional*): Description of the loaded model, as JSON. If `path` holds the completions of an evaluation
-            with the same origin, prompts, reward functions and sampling settings, they are used and nothing is
-            sampled. Only the main process reads it.
+            with the same origin, rows, source of the reward functions and sampling settings, they are used and
+            nothing is sampled. Only the main process reads it.
 
     Returns:
         [`Evaluation`]: The results, the same on all processes.
@@ -131,12 +134,22 @@ def count(
     accuracies = summarize(
         PromptResult(
             tuple(record["correct"] for record in group),
-            None if extract_answer is None else tuple(_answer(record, extract_answer) for record in group),
+            None if extract_answer is None else _votes([_answer(record, extract_answer) for record in group]),
             str(group[0][SOURCE_COLUMN]) if SOURCE_COLUMN in group[0] else None,
         )
         for group in scored
     )
     return Evaluation(accuracies, metrics, len(scored))
+
+
+def _votes(answers: Sequence[str | None]) -> tuple[str | None, ...]:
+    """Return each answer in the spelling of the first that is the same, as the reward decides with `math-verify`."""
+    compare = same_answer if find_spec("math_verify") else same_text
+    votes: list[str | None] = []
+    for answer in answers:
+        given = dict.fromkeys(vote for vote in votes if vote is not None)
+        votes.append(answer and next((vote for vote in given if compare(vote, answer)), answer))
+    return tuple(votes)
 
 
 def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:
@@ -145,9 +158,19 @@ def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
     made_of = [origin, loaded, settings, trainer.num_generations_eval, trainer.reward_func_names]
     digest = xxh3_128(json.dumps(made_of, sort_keys=True, default=str).encode())
-    for row in rows:
-        digest.update(json.dumps(trainer.prompt_of(row), sort_keys=True, default=str).encode())
+    for function in trainer.reward_funcs:
+        digest.update(_source_of(function))
+    for row in rows:  # with the right answers
+        digest.update(json.dumps([trainer.prompt_of(row), row], sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
+
+
+def _source_of(function: Any) -> bytes:
+    """Return the source of the module that defines a reward function; empty for a model or a notebook."""
+    try:
+        return Path(inspect.getsourcefile(inspect.unwrap(function)) or "").read_bytes()
+    except (TypeError, OSError):
+        return b""
 
 
 def _has(path: Path, key: str) -> bool:

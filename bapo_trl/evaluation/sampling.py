@@ -1,5 +1,6 @@
 """Trainer that samples completions for an evaluation, with its own generation backend and reward functions."""
 
+import copy
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -84,7 +85,7 @@ class EvaluatedTrainer(BAPOTrainer):
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self._row_of is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
-        rows = [self._row_of(place) for place in inputs]
+        rows = [copy.deepcopy(self._row_of(place)) for place in inputs]  # a reward may change what it gets
         prompts = [row["prompt"] for row in rows]
         with without_gradient_checkpointing(self.model):
             _, completion_ids, _, completions, *_ = self._generate([self.prompt_of(row) for row in rows])

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import is_peft_model
 
 from ..checkpoints.curves import load_curves, save_curves
 from ..clip_bounds import ClipBounds, Contributions, size_contributions
@@ -60,7 +61,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
             Result of the latest search; the start bounds before the first one.
 
     Raises:
-        ValueError: If `args` are of another class.
+        ValueError: If `args` are of another class, or the adapter has `trainable_token_indices`.
         RuntimeError: During training, if a log-probability or an advantage is NaN or infinite.
     """
 
@@ -78,6 +79,12 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         if not isinstance(args, AsyncBAPOConfig):
             raise InputError(f"`args` is an {type(args).__name__}: make it an AsyncBAPOConfig, which takes the same.")
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        adapters: Any = self.model.peft_config if is_peft_model(self.model) else {}
+        if any(getattr(config, "trainable_token_indices", None) for config in adapters.values()):
+            raise InputError(
+                "The adapter has `trainable_token_indices`, which TRL's asynchronous trainer cannot send to vLLM: "
+                "remove it from the `peft_config`, or use `BAPOTrainer`."
+            )
         self._sends_merged_copies = merges_floats(self.model) and not self._lora_sync
         if self._sends_merged_copies:
             check_tied_weights(self.model)

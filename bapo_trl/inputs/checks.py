@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..batch.samples import pad_completions
 from ..errors import InputError
-from ..upstream.forward_passes import in_eval_mode
+from ..upstream.forward_passes import has_random_forward, in_eval_mode
 from .prompt_checks import TokenLimits
 
 
 # Likely text: in half precision, the rounding errors of unlikely tokens exceed the effect of padding
 PROBE = "1+2=3, 2+3=5, 3+4=7, 4+5=9"
+
+# In nats per token. Rounding in half precision changes log-probabilities by up to about 0.1: a KL of 0.1**2 / 2, 0.005
+LARGEST_FIRST_KL = 0.01
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -72,6 +76,27 @@ def check_gradient(trainer: Any, grad_norm: Any) -> None:
         f"{trainer.state.global_step + 1}, {'in' if is_late else 'before'} its optimizer step: this update was not "
         "saved. Check whether `learning_rate` or `beta` is too high. Resume from a checkpoint or, to change the "
         "learning rate, start a new run with the checkpoint's folder as the model."
+    )
+
+
+def warn_if_reference_differs(kl: Sequence[float], model: Any, folder: str, is_loaded: bool) -> None:
+    """
+    Warn if the KL to the reference model, of each micro-batch of a run's first update, is not about 0.
+
+    Prompts that are tuned, and dropout, make a difference of their own. `is_loaded` says whether TRL has loaded the
+    reference from `folder`; else it is the model without its new adapter.
+    """
+    configs = model.peft_config.values() if is_peft_model(model) else ()
+    differs = any(config.is_prompt_learning for config in configs) or has_random_forward(model)
+    mean = fmean(kl) if kl else 0.0
+    if differs or mean <= LARGEST_FIRST_KL:
+        return
+    source = f"loaded from {folder!r}" if is_loaded else f"{folder!r} without the new adapter"
+    warnings.warn(
+        f"The KL between policy and reference model is {mean:.3g} at the first update, not about 0: the reference "
+        f"model, {source}, is not the model that is trained. The KL penalty (`beta`) pulls the policy towards it. If "
+        "you merged an adapter or trained the model in memory, save it with `save_pretrained`, and load it from that "
+        "folder."
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import Field
-from numbers import Real
+from numbers import Integral, Real
 from types import NoneType
 from typing import Any
 
@@ -19,7 +19,7 @@ _NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a numbe
 def check_fields(config: Any, fields: Iterable[Field], types: Mapping[str, tuple[Any, ...]]) -> None:
     """
     Raise an `InputError` if a value is not one of the `choices` in its field's metadata, has the wrong type, or is
-    outside the field's `range`, an interval such as "(0, 1]". Integers of float fields are converted to floats.
+    outside the field's `range`, an interval such as "(0, 1]". Numbers of other types are converted to the field's.
     """
     for f in fields:
         name, value, choices = f.name, getattr(config, f.name), f.metadata.get("choices")
@@ -30,8 +30,9 @@ def check_fields(config: Any, fields: Iterable[Field], types: Mapping[str, tuple
         if value is None and NoneType in types[name]:
             continue
         kind = next(each for each in types[name] if each is not NoneType)
-        if kind is float and type(value) is int:
-            value = float(value)
+        of_kind = {int: Integral, float: Real}.get(kind)
+        if of_kind is not None and isinstance(value, of_kind) and not isinstance(value, bool):  # or of NumPy
+            value = kind(value)
             setattr(config, name, value)
         interval = f.metadata.get("range", "")
         if type(value) is not kind or not _is_in(value, interval):
@@ -60,7 +61,7 @@ def _in_words(kind: str, interval: str) -> str:
 def check_numbers(config: Any) -> None:
     """Raise an `InputError` if any setting is NaN, which no comparison would detect."""
     for name, value in vars(config).items():
-        if isinstance(value, float) and math.isnan(value):
+        if isinstance(value, Real) and value != value:
             raise InputError(f"`{name}` is nan: set it to a number.")
     weights = () if config.reward_weights is None else config.reward_weights
     if not all(math.isfinite(weight) for weight in weights if isinstance(weight, Real)):

@@ -1,15 +1,23 @@
 """Warnings at the start of a run about valid settings that may not have the intended effect."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.trainer_utils import HubStrategy
+
+from ..rollouts.sampling_settings import biased_settings
+from .generation_config import FILE
 
 
 _WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
-def setting_warnings(config: Any) -> list[str]:
-    """Return the warnings about a [`BAPOConfig`], in full sentences."""
+def setting_warnings(config: Any, settings_of_model: Mapping[str, Any] | None = None) -> list[str]:
+    """
+    Return the warnings about a [`BAPOConfig`], in full sentences.
+
+    `settings_of_model` are those of the model's `generation_config` that a generation uses.
+    """
     messages = []
     if config.learning_rate == 0:
         messages.append("`learning_rate` is 0: the weights will not change. Raise it to train, e.g. to 1e-6.")
@@ -17,6 +25,13 @@ def setting_warnings(config: Any) -> list[str]:
         messages.append(
             f"Samples are drawn with {', '.join(config.biased_settings)}, so the importance ratios are biased: they "
             "compare probabilities of the unmodified policy. Leave these settings neutral for off-policy training."
+        )
+    from_model = biased_settings(settings_of_model or {}, config.temperature)
+    if from_model:
+        messages.append(
+            f"Samples are drawn with {', '.join(from_model)} from the model's `generation_config`, so the importance "
+            "ratios are biased: they compare probabilities of the unmodified policy. Remove these settings from "
+            f"{FILE}, or set neutral values in `generation_kwargs`."
         )
     if config.has_ratio_cap and config.epsilon_high is None:
         messages.append(

@@ -17,6 +17,7 @@ import torch
 
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..errors import InputError
+from ..inputs.generation_config import check_for_partial_rollouts, settings_of_model
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 from .injected import InjectedRollouts, check_token_ids_suffice
 from .pool import FILES, Group, RolloutPool, deal_out
@@ -177,9 +178,12 @@ def make_rounds(trainer: Any) -> RolloutRounds:
     """
     Return the rounds of a run, with an empty pool. All ranks make this call together, once the server is up.
 
-    Raises an `InputError` if the trainer's completions consist of more than token ids.
+    Raises an `InputError` if the trainer's completions consist of more than token ids, or if the model's
+    `generation_config` has settings that partial rollouts do not support.
     """
     check_token_ids_suffice(trainer, "partial rollouts", "`partial_rollout_oversampling` to 1.0")
+    generation_config = trainer.model.generation_config
+    check_for_partial_rollouts(settings_of_model(trainer.args, generation_config, trainer.processing_class))
     args, accelerator = trainer.args, trainer.accelerator
     pool = RolloutPool(
         trainer.num_generations,

@@ -3,20 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import InputError
+
 
 _BIASING: dict[str, tuple] = {
-    **dict.fromkeys(("top_p", "repetition_penalty", "guidance_scale", "num_beams", "typical_p"), (1,)),
+    **dict.fromkeys(
+        ("top_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams", "typical_p"),
+        (1,),
+    ),
     **dict.fromkeys(
         ("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "min_length", "min_new_tokens",
-         "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,),
+         "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,),
     ),
     **dict.fromkeys(
         ("bad_words", "bad_words_ids", "extra_args", "logit_bias", "logits_processors", "sequence_bias",
-         "suppress_tokens"), ([], {}),
+         "suppress_tokens", "begin_suppress_tokens"), ([], {}),
     ),
     **dict.fromkeys(
-        ("allowed_token_ids", "exponential_decay_length_penalty", "structured_outputs", "thinking_token_budget",
-         "top_h"), (),
+        ("allowed_token_ids", "exponential_decay_length_penalty", "forced_eos_token_id", "max_time",
+         "structured_outputs", "thinking_token_budget", "top_h", "watermarking_config"), (),
     ),
     "top_k": (0, -1),
     "truncate_prompt_tokens": (-1,),
@@ -36,9 +41,12 @@ _NEUTRAL = {
 _BROKEN_ACROSS_CALLS: dict[str, tuple[str, ...]] = {
     "counts from the start of a call": (
         "min_new_tokens", "min_tokens", "min_length", "presence_penalty", "frequency_penalty",
-        "exponential_decay_length_penalty", "thinking_token_budget",
+        "exponential_decay_length_penalty", "thinking_token_budget", "begin_suppress_tokens",
     ),
-    "treats the completion so far as prompt": ("guidance_scale",),
+    "forces the last token of a call": ("forced_eos_token_id",),
+    "treats the completion so far as prompt": (
+        "guidance_scale", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
+    ),
     "truncates the completion so far": ("truncate_prompt_tokens",),
     "changes only for the sampler which token ends a completion (set the model's `generation_config.eos_token_id`)": (
         "eos_token_id", "stop_token_ids", "ignore_eos",
@@ -67,11 +75,16 @@ def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str
     ]
 
 
-def broken_across_calls(settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings that behave differently if a completion is sampled in several calls, with the reason."""
-    return [
-        f"`{name}` {why}"
+def check_across_calls(settings: Mapping[str, Any], where: str, fix: str) -> None:
+    """Raise an `InputError` for settings that behave differently if a completion is sampled in several calls."""
+    broken = [
+        f"`{name}` {why} (its value is {settings[name]})"
         for why, names in _BROKEN_ACROSS_CALLS.items()
         for name in names
         if settings.get(name) is not None and settings[name] not in _NEUTRAL.get(name, ())
     ]
+    if broken:
+        raise InputError(
+            f"{'; '.join(broken)}, in {where}: partial rollouts sample a completion in several calls, and do not "
+            f"support this. {fix}, or set `partial_rollout_oversampling` to 1.0."
+        )

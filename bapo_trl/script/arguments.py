@@ -19,7 +19,7 @@ class BAPOScriptArguments(ScriptArguments):
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Dataset to train on: a file (.json, .jsonl or .parquet), a folder, a Hub id, or a built-in task: "
+            "help": "Dataset to train on: a file (.jsonl, .csv, .parquet), a folder, a Hub id, or a built-in task: "
             "`embedded` (sums of two numbers, for the tiny model `embedded`), `chat_sums` (the same sums, asked of a "
             "chat model) or `reasoning_gym:TASK`. Ignored if a recipe lists `datasets`."
         },
@@ -114,8 +114,5 @@ class BAPOScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self):
-        for name in ("reward_funcs", "prompt_column", "answer_column"):
-            if isinstance(getattr(self, name), str):  # in a recipe, one name needs no brackets
-                setattr(self, name, [getattr(self, name)])
         if self.max_eval_samples is not None and self.max_eval_samples < 1:
             raise InputError(f"`max_eval_samples` is {self.max_eval_samples}: set it to at least 1, or leave it out.")

@@ -2,12 +2,16 @@
 
 import argparse
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, NoReturn
+from types import UnionType
+from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from accelerate import ParallelismConfig
 from transformers import IntervalStrategy
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+from trl.scripts.utils import DatasetConfig
 
 from ..bapo_config import BAPOConfig, own_fields
 from ..errors import InputError
@@ -60,6 +64,14 @@ _TRAINING_SETTINGS = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
     "num_iterations", "learning_rate", "method", "loss_type", "epsilon", *METHOD_SETTINGS, "eval_strategy",
     "save_strategy", "load_best_model_at_end", "resume_from_checkpoint", "merge_adapter", "push_to_hub",
+}  # fmt: skip
+
+# What TRL, transformers and this package accept beyond the annotation
+_ALSO_ACCEPTED = {"fsdp": bool | list, "max_grad_norm": None, "resume_from_checkpoint": bool, "scale_rewards": bool}
+_MAY_NAME_A_FILE = {"accelerator_config", "deepspeed", "fsdp_config"}
+_IN_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes", list: "a list",
+    dict: "a mapping", DatasetConfig: "a mapping with fields of DatasetConfig", ParallelismConfig: "null",
 }  # fmt: skip
 
 
@@ -133,9 +145,11 @@ def parse_arguments(arguments: Sequence[str], command: Command = TRAIN) -> Setti
     has_data = any(named.get(name) for name in ("dataset_name", "eval_dataset", "datasets"))
     if is_true(named.get("merge_adapter", False)) and not trains and not has_data:
         parser.set_defaults(bf16=False)  # TRL's default asks for a GPU, which merging does not use
-    unknown = parser.set_defaults_with_config(**recipe)[::2]  # names and values alternate
+    unknown = [name for name in recipe if name not in parser.types]
     if unknown:
         parser.error(f"unknown key in {flags['config']}: {parser.with_nearest(unknown, '')}")
+    recipe = {name: parser.from_recipe(name, value, parser.types[name]) for name, value in recipe.items()}
+    parser.set_defaults_with_config(**recipe)
     try:
         *settings, _ = parser.parse_args_into_dataclasses(arguments)
     except (TypeError, ValueError, ArithmeticError, OSError, ImportError) as error:  # from TRL and transformers
@@ -178,12 +192,20 @@ class _Parser(TrlParser):
             metavar="RECIPE",
             help="Recipe to take settings from: a name that `bapo-trl recipes` lists, or the path of a YAML file.",
         )
+        self.types: dict[str, Any] = {}
+        for each in self.dataclass_types:
+            self.types |= get_type_hints(each)
+        for name, kind in _ALSO_ACCEPTED.items():
+            self.types[name] |= kind
         # TRL's dropout of 0.05 on adapters would put noise on every importance ratio
         self.set_defaults(do_train=True, dtype=None, lora_dropout=0.0)
         shown = {"help", "config", *(field.name for field in (*fields(BAPOScriptArguments), *own_fields()))}
         for action in self._actions:
             if action.dest not in shown:
                 action.help = argparse.SUPPRESS
+            kinds = _alternatives(self.types.get(action.dest))
+            if str in kinds and dict in map(_origin, kinds):
+                action.type = _file_or_mapping if action.dest in _MAY_NAME_A_FILE else mapping
 
     def parse_known_args(self, args=None, namespace=None):
         namespace, remaining = super().parse_known_args(args, namespace)
@@ -194,9 +216,25 @@ class _Parser(TrlParser):
             self.error(f"'{remaining[0]}' follows no flag: remove it, or put its flag before it")
         return namespace, remaining
 
+    def from_recipe(self, name: str, value: Any, kind: Any) -> Any:
+        """Return the value of a setting in a recipe, text as its flag reads it; end with one line for a wrong type."""
+        kinds = _alternatives(kind)
+        items = next((get_args(each)[0] for each in kinds if get_origin(each) is list), None)
+        if items is not None and value is not None and not isinstance(value, list) and str not in kinds:
+            value = [value]  # one value needs no brackets
+        if items is not None and isinstance(value, list):
+            return [self.from_recipe(name, item, items) for item in value]
+        if isinstance(value, str):
+            read = vars(self.parse_args([f"--{name}={value}"]))[name]
+            return read[0] if isinstance(read, list) else read
+        if not _fits(value, kind):
+            expected = [_IN_WORDS[each] for each in map(_origin, kinds) if each in _IN_WORDS]
+            self.error(f"`{name}` is {value!r}: set it to {' or '.join(expected)}")
+        return value
+
     def with_nearest(self, names: Sequence[str], prefix: str) -> str:
         """Return unknown names, each with the nearest known name."""
-        known = [action.dest for action in self._actions]
+        known = [*self.types, *(["config"] if prefix else [])]
         described = []
         for name in (name.removeprefix("--") for name in names):
             near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
@@ -206,3 +244,40 @@ class _Parser(TrlParser):
     def error(self, message: str) -> NoReturn:
         """End with one line, without the usage."""
         reject(self.prog, message)
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """Return the types of which a field accepts any."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _origin(kind: Any) -> Any:
+    return get_origin(kind) or kind
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value has the type of a field. A whole number is a float, too, and 0 or 1 a bool."""
+    origin, args = _origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in args)
+    if origin is Literal or kind is bool:
+        return value in (args or (0, 1))
+    if args and origin is list:
+        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
+    if kind is DatasetConfig:  # which rejects unknown names
+        types = get_type_hints(kind)
+        return isinstance(value, dict) and all(_fits(part, types.get(name, Any)) for name, part in value.items())
+    is_bool = isinstance(value, bool)
+    return kind is Any or (not is_bool and isinstance(value, (int, float) if kind is float else origin))
+
+
+def mapping(text: str) -> str:
+    """Return text that is a JSON mapping, which TRL and transformers read. The name is in argparse's error."""
+    if not text.startswith("{"):
+        raise ValueError
+    json.loads(text)
+    return text
+
+
+def _file_or_mapping(text: str) -> str:
+    return mapping(text) if text.startswith("{") else text

@@ -1,10 +1,8 @@
 """Load the datasets that the flags name, and bring their columns into the form that trainer and rewards read."""
 
 import glob
-import json
 import os
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,25 +15,30 @@ from datasets import (
     IterableDatasetDict,
     disable_caching,
     load_dataset,
+    load_dataset_builder,
     load_from_disk,
 )
 from datasets.exceptions import DatasetsError
+from datasets.load import infer_module_for_data_files_list
+from datasets.packaged_modules.csv.csv import CsvConfig
+from datasets.packaged_modules.json.json import JsonConfig
 from jinja2 import TemplateError
 from trl import DatasetMixtureConfig, get_dataset
+from trl.scripts.utils import DatasetConfig
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
-from ..inputs.prompt_checks import GIVEN_TO_REWARDS, is_prompt
+from ..inputs.prompt_checks import GIVEN_TO_REWARDS, is_prompt, stored_prompts
 from ..plan.dry_run import TEXT_FOR_CHAT
 from ..report.runs import read_settings
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .command_line import Settings
+from .text_files import is_as_written, load_as_written, with_columns
 
 
 Rows: TypeAlias = Dataset | IterableDataset
 
-_FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _LOADING = (OSError, DatasetsError, ValueError)  # pyarrow's errors are ValueErrors
 
 
@@ -93,77 +96,77 @@ def load_data(settings: Settings, task: MadeTask | None = None) -> Data:
 def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
     """Load a dataset mixture as TRL does, but with the same test split on all processes and in all runs."""
     try:
-        mixture = get_dataset(replace(settings, test_split_size=None))
+        parts = [replace(part, **_as_arrow_files(part)) for part in settings.datasets]
+        mixture = get_dataset(replace(settings, datasets=parts, test_split_size=None))
     except _LOADING as error:
         named = ", ".join(f"'{part.path}'" for part in settings.datasets)
-        files = [part.data_files for part in settings.datasets if isinstance(part.data_files, str)]
-        raise InputError(f"`datasets` ({named}) could not be loaded: {_reason(error, files)}") from error
+        raise InputError(f"`datasets` ({named}) could not be loaded: {_reason(error)}") from error
     if settings.test_split_size is None:
         return mixture
     return mixture["train"].train_test_split(test_size=settings.test_split_size, seed=0)
+
+
+def _as_arrow_files(part: DatasetConfig) -> dict[str, Any]:
+    """Return the fields that replace JSON or CSV files in a mixture by Arrow files with the values as written."""
+    found = _find_text_files(part.path, name=part.name, data_dir=part.data_dir, data_files=part.data_files)
+    if found is None:
+        return {}
+    splits = load_as_written(*found)
+    files = {split: [file["filename"] for file in rows.cache_files] for split, rows in splits.items()}
+    return {"path": "arrow", "name": None, "data_dir": None, "data_files": files}
 
 
 def load_splits(
     name: str, config: str | None = None, streaming: bool = False, parameter: str = "dataset_name"
 ) -> DatasetDict | IterableDatasetDict:
     """
-    Load the splits of a `.json`, `.jsonl` or `.parquet` file (as `"train"`), a folder written by `save_to_disk`, or,
-    with an optional `config`, a folder of data files or a Hub id. Error messages name the setting `parameter`.
+    Load the splits of a data file (as `"train"`), a folder written by `save_to_disk`, or, with an optional `config`,
+    a folder of data files or a Hub id. Error messages name the setting `parameter`.
+
+    The values of JSON and CSV files are as written ([`~text_files.load_as_written`]).
     """
     path = Path(name)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         disable_caching()  # otherwise `map` writes into the dataset's folder, which may be read-only
         loaded = load_from_disk(name)
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
-    if path.is_file() and path.suffix not in _FILE_BUILDERS:
-        raise InputError(f"`{parameter}` is the file '{name}': use a {', '.join(_FILE_BUILDERS)} file, or a folder.")
+    source: str | None = name
+    settings: dict[str, Any] = {"name": config}
     try:
-        if not path.is_file():
-            return load_dataset(name, name=config, streaming=streaming)
-        if path.suffix != ".parquet":
-            with open(name, encoding="utf-8") as file:  # otherwise invalid bytes are noticed only when a row is read
-                deque(file, maxlen=0)
-        whole = glob.escape(os.path.abspath(name))  # otherwise `[1]` in a name is a pattern
-        splits = load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": whole}, streaming=streaming)
-        next(iter(splits["train"]))  # a stream is not read earlier
+        if path.is_file():
+            source, settings = infer_module_for_data_files_list([os.path.abspath(name)])
+            if source is None:
+                raise ValueError("its suffix is not one that `datasets` reads, such as .jsonl, .csv or .parquet")
+            # Escaped, as otherwise `[1]` in a name is a pattern
+            settings = {**settings, "data_files": {"train": glob.escape(os.path.abspath(name))}}
+        found = _find_text_files(source, **settings)
+        if found is not None:
+            return load_as_written(*found, streaming=streaming)
+        splits = load_dataset(source, streaming=streaming, **settings)
+        if path.is_file():
+            next(iter(splits["train"]))  # a stream is not read earlier
         return splits
     except (*_LOADING, StopIteration) as error:
-        files = [name] if path.is_file() else [str(each) for each in sorted(path.rglob("*"))]
         what = "cannot be loaded" if path.exists() else "is no file or folder here, and cannot be loaded from the Hub"
-        raise InputError(f"`{parameter}` is '{name}', which {what}: {_reason(error, files)}") from error
+        raise InputError(f"`{parameter}` is '{name}', which {what}: {_reason(error)}") from error
 
 
-def _reason(error: BaseException, files: list[str]) -> str:
-    """Return the defect in the first damaged JSON file, or the cause of the error."""
-    for file in files:
-        if Path(file).suffix in (".json", ".jsonl") and os.path.isfile(file) and (defect := json_defect(file)):
-            return f"'{file}' has a {defect}"
-    while error.__cause__ is not None:
+def _find_text_files(source: str, **settings: Any) -> tuple[dict[str, list[str]], str | None] | None:
+    """Return the JSON or CSV files of each split, and the separator of the latter, if all of them are here."""
+    if source not in ("csv", "json") and not os.path.isdir(source):
+        return None
+    config = load_dataset_builder(source, **settings).config
+    if not isinstance(config, CsvConfig) and not (isinstance(config, JsonConfig) and config.field is None):
+        return None
+    files = {str(split): list(map(str, paths)) for split, paths in config.data_files.items()}
+    are_here = all(os.path.isfile(path) and not path.endswith(".zip") for paths in files.values() for path in paths)
+    return (files, getattr(config, "sep", None)) if are_here else None
+
+
+def _reason(error: BaseException) -> str:
+    while error.__cause__ is not None and isinstance(error, DatasetsError):
         error = error.__cause__
     return " ".join(str(error).split()) or "it has no rows"
-
-
-def json_defect(name: str) -> str | None:
-    """
-    Return the first defect of a JSON file (an object per line, or an array) with its line, or `None` if it is valid.
-
-    Lines are counted from 1, unlike in error messages of the libraries, which count the rows of a block.
-    """
-    number = None  # line number, if each line has its own object
-    try:
-        text = Path(name).read_bytes().decode("utf-8-sig")
-        if text.lstrip().startswith("["):
-            json.loads(text)
-            return None
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip() and not isinstance(json.loads(line), dict):
-                return f"JSON parse error in line {number}: the line is not an object"
-    except json.JSONDecodeError as error:
-        return f"JSON parse error in line {number or error.lineno}: {error.msg} at column {error.colno}"
-    except UnicodeDecodeError as error:
-        number = error.object.count(b"\n", 0, error.start) + 1
-        return f"byte in line {number} that is not UTF-8: {error.reason} {error.object[error.start]:#04x}"
-    return None
 
 
 def hold_out(dataset: Any, fraction: float) -> tuple[Dataset, Dataset]:
@@ -250,11 +253,13 @@ def format_prompts(
     if not (_forms_prompts(flags) or adds_solution):
         return dataset
 
+    is_written = is_as_written(dataset)
+
     def formatted(row: Mapping[str, Any]) -> dict[str, Any]:
         columns = {"prompt": _form_prompt(_get(row, prompt), row, flags, makes_chats)}
-        return {**columns, "solution": _as_answer(_get(row, answer))} if adds_solution else columns
+        return {**columns, "solution": _as_answer(_get(row, answer), is_written)} if adds_solution else columns
 
-    return dataset.map(formatted, remove_columns=sorted(GIVEN_TO_REWARDS & {prompt, answer}))
+    return with_columns(dataset, formatted, sorted(GIVEN_TO_REWARDS & {prompt, answer}))
 
 
 def is_chat(dataset: Rows | None) -> bool:
@@ -285,7 +290,7 @@ def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScrip
             )
         row, columns = data.train[0], flags.answer_column
         column = _find(row, columns, "answer_column", "dataset") if columns else None
-        if column is not None and _as_answer(_get(row, column)) != row["solution"]:
+        if column is not None and _as_answer(_get(row, column), is_as_written(data.train)) != row["solution"]:
             lines.append(
                 f"Note: rewards read the dataset's column `solution`, not `{column}`: rename it if that is wrong."
             )
@@ -297,14 +302,21 @@ def check_chat_template(dataset: Rows | None, processing_class: Any, template_kw
     # With a processor, the trainer rewrites the messages first
     if not is_chat(dataset) or hasattr(processing_class, "tokenizer"):
         return
-    try:
-        processing_class.apply_chat_template(next(iter(dataset))["prompt"], tokenize=False, **(template_kwargs or {}))
-    except (TemplateError, ValueError) as error:
-        raise InputError(
-            f"The prompts are chat messages, but the chat template of `model_name_or_path` does not accept them "
-            f"({error}): use an instruct model, or text prompts (`prompt_column`). If the template has no system "
-            "role, put the text of `system_prompt` into `prompt_template`."
-        ) from error
+    rows = stored_prompts(dataset) if isinstance(dataset, Dataset) else [next(iter(dataset))["prompt"]]
+    tried = set()
+    for row, prompt in enumerate(rows):
+        kind = tuple((message["role"], *message) for message in prompt)
+        if kind in tried:  # a template accepts or rejects messages by their roles and fields
+            continue
+        tried.add(kind)
+        try:
+            processing_class.apply_chat_template(prompt, tokenize=False, **(template_kwargs or {}))
+        except (TemplateError, ValueError) as error:
+            raise InputError(
+                f"The prompts are chat messages, but the chat template of `model_name_or_path` does not accept them "
+                f"({error}), first in row {row}: use an instruct model, or text prompts (`prompt_column`). If the "
+                "template has no system role, put the text of `system_prompt` into `prompt_template`."
+            ) from error
 
 
 def _find(row: Mapping[str, Any], columns: Sequence[str], flag: str, name: str) -> str:
@@ -365,6 +377,8 @@ def _fill(template: str | None, prompt: Any, row: Mapping[str, Any]) -> Any:
     return re.sub(rf"\{{({'|'.join(map(re.escape, values))})\}}", value, template)
 
 
-def _as_answer(value: Any) -> Any:
-    """Return an answer as text if it is a number, else unchanged, as a column has a single type."""
-    return next(iter(gold_texts(value)), None) if isinstance(value, int | float) else value
+def _as_answer(value: Any, is_written: bool) -> Any:
+    """Return an answer as text if it is a number, else unchanged; of a file, a number is as written."""
+    if not isinstance(value, int | float):
+        return value
+    return str(value) if is_written else next(iter(gold_texts(value)), None)

@@ -70,9 +70,9 @@ def continues(training_args: BAPOConfig) -> bool:
     return resume is True or (isinstance(resume, str) and Path(resume).resolve().parent == run_dir)
 
 
-def resume_argument(value: str | None) -> str | bool | None:
+def resume_argument(value: str | bool | None) -> str | bool | None:
     """Return what to resume from: the newest complete checkpoint for "true", none for "false", else a folder."""
-    return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None
+    return {"true": True, "false": None}.get(str(value).lower(), value)
 
 
 def check_resume(folder: str, training_args: BAPOConfig) -> None:

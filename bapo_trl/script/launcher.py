@@ -17,10 +17,12 @@ from typing import Any, NoReturn
 import yaml
 from accelerate.commands import launch
 from accelerate.utils import prepare_simple_launcher_cmd_env
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..errors import InputError
 from .commands import EVALUATE, TRAIN
+from .failures import FLAG, INTERRUPTED
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str], plans: bool = False) -> None:
     Raises:
         InputError: If the script or the configuration does not exist.
         SystemExit: With the exit code of the rank that failed first, or 128 plus the number of the signal that ended
-            it. A single rank replaces the launcher process, and receives its signals.
+            it or this launcher. A single rank replaces the launcher process, and receives its signals.
     """
     args = read_arguments(arguments)
     is_ours = args.training_script == "bapo_trl"
@@ -44,16 +46,20 @@ def main(arguments: Sequence[str], plans: bool = False) -> None:
         from .planning import print_plan
 
         validated, _, _ = launch._validate_launch_command(args)
-        name, *flags = args.training_script_args
+        name, *flags = (each for each in args.training_script_args if each != FLAG)
         return print_plan(flags, EVALUATE if name == "evaluate" else TRAIN, validated.num_processes or 1)
+    if is_ours and args.traceback:
+        args.training_script_args.append(FLAG)
     launch.simple_launcher = _become_rank
     try:
         launch.launch_command(args)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         code = failure.exitcode
-        if not is_ours or code not in (1, 2):  # with these codes, a rank has printed the reason
+        if not is_ours or code not in (1, 2, INTERRUPTED):  # with these codes, a rank has printed the reason
             print(error, file=sys.stderr)
+    except SignalException as error:  # sent on to the ranks, which have said what they did
+        code = -error.sigval
     except subprocess.CalledProcessError as error:  # DeepSpeed's launcher of several nodes
         print(error, file=sys.stderr)
         code = error.returncode
@@ -78,6 +84,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--accelerate", metavar="NAME", help=f"accelerate configuration: {', '.join(CONFIGS)}, or the path of a file"
     )
+    parser.add_argument(FLAG, action="store_true", help="show the traceback of an error")
     args = parser.parse_args(arguments)
     if args.accelerate in CONFIGS:
         _set(args, config_file=str(CONFIGS[args.accelerate]))

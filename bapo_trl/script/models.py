@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, GenerationConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import find_adapter_config_file, has_file
@@ -92,6 +92,16 @@ def load_processing_class(parts: Parts, trust_remote_code: bool = False) -> Any:
             "model and its tokenizer, or a Hub id. For an adapter, check the base model in its adapter_config.json. "
             f"Error: {str(error).strip().partition(chr(10))[0]}"
         ) from error
+
+
+def load_generation_config(parts: Parts, trust_remote_code: bool = False) -> GenerationConfig:
+    """Return the `generation_config` that the model, or the base model of an adapter, has once it is loaded."""
+    name, revision = parts[-1]
+    try:
+        return GenerationConfig.from_pretrained(name, revision=revision)
+    except OSError:  # there is no such file
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        return GenerationConfig.from_model_config(config)
 
 
 def merges_alone(settings: Settings) -> bool:

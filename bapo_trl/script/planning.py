@@ -91,7 +91,8 @@ def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[
     if training_args.distributed_state.is_main_process:
         method = method_name(training_args) if training_args.do_train else "Evaluation"
         print(f"{method} on {title}: {_DRY_RUN}\n\n{plan.tables()}")
-        for message in setting_warnings(training_args) if training_args.do_train else ():
+        of_model = {} if inputs is None else inputs.settings_of_model
+        for message in setting_warnings(training_args, of_model) if training_args.do_train else ():
             print(f"\nWarning: {message}")
         sys.stdout.flush()
 

@@ -17,6 +17,7 @@ from ..bapo_trainer import BAPOTrainer
 from ..checkpoints.rank_errors import on_main_process
 from ..evaluation.sampling import EvaluatedTrainer
 from ..inputs.checks import check_tokenizer
+from ..inputs.generation_config import check_can_be_saved, check_for_partial_rollouts, settings_of_model
 from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
 from ..plan.dry_run import check_fit
 from ..report.callback import ReportCallback
@@ -27,7 +28,14 @@ from .command_line import Settings
 from .console import ProgressBar
 from .datasets import Data, check_chat_template, format_data, load_data
 from .earlier_run import continues
-from .models import Parts, check_packages, fetch_model, load_adapter, load_processing_class
+from .models import (
+    Parts,
+    check_packages,
+    fetch_model,
+    load_adapter,
+    load_generation_config,
+    load_processing_class,
+)
 from .rewards import resolve_names
 
 
@@ -40,6 +48,7 @@ class Inputs:
     parts: Parts  # of the model, which is a folder or an id on the Hub
     processing_class: Any  # tokenizer or processor
     extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
+    settings_of_model: dict[str, Any]  # those of its `generation_config` that a generation uses
 
 
 class ReportUntilTheEnd(ReportCallback):
@@ -79,7 +88,15 @@ def gather_inputs(
         check_number_of_prompts(data.train, training_args)
     for dataset in (data.train, data.test):
         check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
-    return Inputs(data, reward_funcs, parts, processing_class, extract_answer)
+    generation_config = load_generation_config(parts, training_args.trust_remote_code)
+    of_model = settings_of_model(training_args, generation_config, processing_class)
+    if training_args.do_train:
+        trains_adapter = model_args.use_peft or len(parts) > 1
+        if script_args.merge_adapter or not trains_adapter:
+            check_can_be_saved(generation_config)
+        if training_args.uses_partial_rollouts:
+            check_for_partial_rollouts(of_model)
+    return Inputs(data, reward_funcs, parts, processing_class, extract_answer, of_model)
 
 
 def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:

@@ -53,7 +53,8 @@ def read_recipe(name: str) -> dict:
             recipe = _UniqueKeys(file).get_single_data()
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not valid YAML ({error}): correct the file.") from error
-    if not (isinstance(recipe, dict) and isinstance(recipe.get("env", {}), dict)):
+    is_mapping = isinstance(recipe, dict) and all(isinstance(name, str) for name in recipe)
+    if not (is_mapping and isinstance(recipe.get("env", {}), dict)):
         raise InputError(
             f"{path} or its `env` is not a mapping of names to values: write one setting per line, such as "
             "`learning_rate: 1.0e-6`."

@@ -1,5 +1,6 @@
 """What `bapo-trl train` and `train_bapo.py` do, from the settings to the report."""
 
+import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig)
             f"Stopped by {stop.signal.name} after update {done}, saved in {checkpoint}. To resume: "
             f"the same command with --resume_from_checkpoint true. Exit code {EXIT_CODE}."
         )
-        exit_stopped(trainer)
+    exit_stopped(trainer)
     with _saving(trainer):
         trainer.save_model(training_args.output_dir)
         trainer.create_model_card(model_name=output_dir.resolve().name)  # peft has written one of its own
@@ -174,12 +175,16 @@ def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluatio
         results = {**before.as_results("before"), **results}
         accuracies = {"before": before.accuracies, "after": after.accuracies}
     with raising_on_all_ranks():
+        earlier = output_dir / "eval_results.json"
+        if before is None and earlier.exists():  # keeps what a training measured before it
+            found = json.loads(earlier.read_text())
+            results = {name: value for name, value in found.items() if name.startswith("before_")} | results
         trainer.save_metrics("eval", results)
     model = output_dir if trainer.args.do_train else inputs.parts[0][0]
     count = after.metrics.get("prompts_without_reward", 0)
     lines = [
         f"Evaluation of {model} on {data.test_title or data.title}",
-        f"  number of prompts: {after.num_prompts}; ± is the standard error (95% interval: twice that)",
+        f"  number of prompts: {after.num_prompts}; ± is one standard error (Wilson)",
         accuracy_table(accuracies),
         f"  {rewards_in_words(rewards)}",
         f"Left out, without a reward: {count} of {count + after.num_prompts} prompts" if count else "",

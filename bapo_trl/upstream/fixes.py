@@ -2,20 +2,20 @@
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from datasets import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.training_args import OptimizerNames
 
 from ..errors import InputError
+from ..inputs.prompt_checks import has_image
 from .trl_compat import RepeatSampler
 
 
@@ -27,14 +27,14 @@ class EpochShuffleCallback(TrainerCallback):
     sampler, which would begin with the permutation of the first epoch. Needed up to TRL 1.16 at least.
     """
 
-    def __init__(self, trainer: Trainer, sampler: RepeatSampler | None):
-        self.sampler = sampler
+    def __init__(self, trainer: Any, sampler: RepeatSampler | None):
+        self.trainer, self.sampler = trainer, sampler
         trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
         trainer.add_callback(self)
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.sampler is not None and self.sampler.shuffle:
-            for _ in range(int(state.epoch or 0)):
+            for _ in range(self.trainer._first_epoch):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
 
 
@@ -45,6 +45,16 @@ def reset_grpo_state(trainer: Any) -> None:
     trainer._entropy_window_stats = None
     for left in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         left.clear()
+
+
+def replace_what_stdout_cannot_encode() -> None:
+    """
+    Print a replacement for characters that the encoding of stdout lacks.
+
+    With `log_completions`, one such character ends the run. Needed up to TRL 1.16 at least.
+    """
+    if getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def restore_callbacks(trainer: Trainer) -> None:
@@ -62,26 +72,6 @@ def restore_callbacks(trainer: Trainer) -> None:
             if isinstance(saved, dict):  # of several callbacks of one class, it is a list
                 for attribute, value in saved.get("attributes", {}).items():
                     setattr(callback, attribute, value)
-
-
-def place_to_resume(
-    trainer: Any, place: tuple[int, int], max_steps: int, num_train_epochs: int, checkpoint: str | None
-) -> tuple[int, int]:
-    """Return the epochs and micro-batches that a resumed run skips in its data, given transformers' `place`."""
-    if trainer.state.global_step >= max_steps:  # within an epoch, transformers would run one more update
-        epochs = trainer.args.num_train_epochs  # transformers' own number is rounded up
-        if checkpoint is not None and trainer.args.max_steps <= 0 and round(trainer.state.epoch, 2) < round(epochs, 2):
-            raise InputError(
-                f"Nothing would be trained: the checkpoint {checkpoint} is at epoch {trainer.state.epoch:.2f}, with "
-                f"{trainer.state.global_step} updates, but with these settings {epochs:g} epochs have only "
-                f"{max_steps}. Resume with as many processes and samples per update as before, or pass `max_steps`."
-            )
-        return num_train_epochs, 0
-    is_stream = isinstance(trainer.train_dataset, IterableDataset)
-    if is_stream and checkpoint is not None and not trainer.args.ignore_data_skip:
-        passes, updates = place_in_stream(checkpoint)
-        return passes, updates * trainer.args.gradient_accumulation_steps
-    return place
 
 
 def load_trained_adapter(trainer: Any, checkpoint: str) -> None:
@@ -108,17 +98,30 @@ def warning_if_rate_differs(trainer: Trainer) -> Iterator[None]:
         )
 
 
-def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:
+@contextmanager
+def rejecting_another_optimizer(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
     """
-    Return the position of a checkpoint in a dataset without a length: finished passes, and updates (at least 1) in the
-    current pass.
+    Raise an `InputError` if the checkpoint loaded in this context has the state of another optimizer.
 
-    transformers counts `max_steps` updates as one pass, and so would resume in the first. But the state's `epoch` is
-    the finished passes, plus the current pass's updates over `max_steps`. Needed up to transformers 5.17 at least.
+    torch replaces the hyperparameters of an optimizer with the checkpoint's, whatever they are. The first update then
+    fails with a `KeyError`.
     """
-    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    passes = math.ceil(state.epoch) - 1
-    return passes, round((state.epoch - passes) * state.max_steps)
+    if checkpoint is None:
+        yield
+        return
+    needed = set(trainer.optimizer.param_groups[0])
+    yield
+    loaded = set(trainer.optimizer.param_groups[0])
+    if not needed <= loaded:
+        missing, others = (
+            ", ".join(f"`{name}`" for name in sorted(each)) for each in (needed - loaded, loaded - needed)
+        )
+        kind = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__  # accelerate wraps it
+        raise InputError(
+            f"The optimizer is {kind} (`optim` is '{OptimizerNames(trainer.args.optim).value}'), but the checkpoint "
+            f"{checkpoint} has the state of another one, without {missing}{f' and with {others}' if others else ''}. "
+            "Set `optim` as in the run that saved it, or start a new run with the checkpoint's folder as the model."
+        )
 
 
 @functools.cache
@@ -192,5 +195,4 @@ def without_missing_images(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]
     If the columns `images` and `image` are `None`, TRL 1.16 fails with `KeyError: 'pixel_values'`.
     """
     has_columns = not inputs[0].keys().isdisjoint({"images", "image"})
-    has_images = any(row.get("images") or row.get("image") is not None for row in inputs)
-    return [{**row, "images": []} for row in inputs] if has_columns and not has_images else inputs
+    return [{**row, "images": []} for row in inputs] if has_columns and not any(map(has_image, inputs)) else inputs

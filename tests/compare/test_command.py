@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
@@ -80,8 +81,8 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
     assert "3 of 3 runs to do" in text
     assert "[3/3]" in text
     assert "broken, seed 0, failed: exit code 1: " in text  # and the others went on
-    assert "no reward today" in text
     rows = {row.arm: row for row in read_rows(Path("study")).values()}
+    assert "RuntimeError: no reward today (study/logs/broken" in rows["broken"].error
     for row in (rows["GRPO"], rows["BAPO"]):
         assert [step for step, _ in row.curve] == [0, 2, 4]
         assert row.curve[-1][1] == pytest.approx(row.final, abs=1e-4)
@@ -115,10 +116,10 @@ from pathlib import Path
 def has_digit(completions, trainer_state, **kwargs):
     stopped = Path("stopped")
     if stopped.exists() and trainer_state.max_steps and trainer_state.global_step == 2:
-        pids = [int(pid) for pid in stopped.read_text().split()]
+        name, *pids = stopped.read_text().split()
         stopped.unlink()
-        for pid in (*pids, os.getpid()):
-            os.kill(pid, signal.SIGTERM)
+        for pid in (*map(int, pids), os.getpid()):
+            os.kill(pid, getattr(signal, name))
     return [float(any(map(str.isdigit, text))) for text in completions]
 """
 
@@ -126,13 +127,14 @@ def has_digit(completions, trainer_state, **kwargs):
 class ForkedRun:
     """A run of a study as a forked process, which does not need to import anything."""
 
-    def __init__(self, command, *, stdout, env, **kwargs):
-        self.command, self.stdout, self.env = command[1:], stdout, env
+    def __init__(self, command, *, stdout, stderr, env, **kwargs):
+        self.command, self.files, self.env = command[1:], (stdout, stderr), env
 
     def wait(self) -> int:
         done = run_python(self.command, cwd=Path.cwd(), **self.env)
-        self.stdout.write(done.stdout + done.stderr)
-        self.stdout.flush()
+        for file, text in zip(self.files, (done.stdout, done.stderr), strict=True):
+            file.write(text)
+            file.flush()
         return done.returncode
 
     def terminate(self):
@@ -140,13 +142,15 @@ class ForkedRun:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stops_study", [False, True])
-def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, stops_study):
+@pytest.mark.parametrize(("name", "stops_study"), [("SIGTERM", False), ("SIGTERM", True), ("SIGKILL", False)])
+def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, name, stops_study):
     monkeypatch.setattr(execution, "subprocess", SimpleNamespace(Popen=ForkedRun, DEVNULL=None))
     Path("my_rewards.py").write_text(STOPPING_REWARD)
     base = {**BASE, "gradient_accumulation_steps": 2}  # a generation for each update
+    if name == "SIGKILL":  # saves nothing at the end
+        base |= {"save_strategy": "steps", "save_steps": 1}
     write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0], base=base)
-    Path("stopped").write_text(str(os.getpid()) if stops_study else "")
+    Path("stopped").write_text(f"{name} {os.getpid()}" if stops_study else name)
     if stops_study:
         with pytest.raises(SystemExit) as ended:
             compare()
@@ -157,8 +161,10 @@ def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, stops_study
     assert compare() is None
     assert not Path("stopped").exists()
     (log,) = Path("study/logs").glob("*.log")
-    assert log.read_text().count("Stopped by SIGTERM after update 3, saved in") == 1
-    assert re.search(r"\nResumes from study/\.run-.*/checkpoint-3\.\n", log.read_text())
+    if name == "SIGTERM":
+        assert log.read_text().count("Stopped by SIGTERM after update 3, saved in") == 1
+    update = 3 if name == "SIGTERM" else 1  # killed in the evaluation after the second update, before its save
+    assert re.search(rf"\nResumes from study/\.run-.*/checkpoint-{update}\.\n", log.read_text())
     assert not list(Path("study").glob(".run-*"))
     (row,) = read_rows(Path("study")).values()
     assert row.error is None
@@ -189,6 +195,57 @@ def test_a_run_that_stops_repeatedly_without_an_update_is_a_row_with_its_error(f
     (row,) = read_rows(Path("study")).values()
     assert row.error.startswith("exit code 75")
     assert not list(Path("study").glob(".run-*"))
+
+
+@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 9)", "sys.exit(137)"])  # of a run, and of its launcher
+def test_a_run_that_is_killed_repeatedly_keeps_its_checkpoints_for_the_next_call(folder, monkeypatch, capsys, ending):
+    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
+    (run,) = read_study("study.yaml").runs()
+    saves = (
+        "import json, os, sys; calls = open('calls', 'a'); calls.write(f'{len(sys.argv)} '); calls.close(); "
+        f"saved = {f'study/.run-{run.key}'!r} + '/checkpoint-2'; os.makedirs(saved, exist_ok=True); "
+        "json.dump({'global_step': 2, 'epoch': 1.0}, open(saved + '/trainer_state.json', 'w')); "
+    )
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves + ending])
+    for calls in ("1 3 ", "1 3 3 "):  # started, and resumed once in each call: no new checkpoint was saved
+        assert compare() == 1
+        assert Path("calls").read_text() == calls
+        assert not read_rows(Path("study"))
+        assert Path(f"study/.run-{run.key}/checkpoint-2").is_dir()
+    assert "failed" not in capsys.readouterr().out
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves])
+    monkeypatch.setattr(execution, "row_of", lambda run, *args: Row(run.arm, run.sweep, run.seed, final=0.5))
+    for name in ("trainer_state.json", "run_settings.json"):
+        Path(f"study/.run-{run.key}/{name}").touch()
+    assert compare() is None
+    assert Path("calls").read_text() == "1 3 3 3 "
+    assert not list(Path("study").glob(".run-*"))
+
+
+def test_the_error_of_a_run_is_the_end_of_its_error_output(folder, monkeypatch):
+    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
+    program = (
+        "import sys; print({'eval_error': 0.5, 'sampling_error': 1.0}); sys.stdout.flush(); "
+        "print('no memory left for', 'the batch', sep='\\n', end='\\n\\n', file=sys.stderr); "
+        "print({'late_error': 0.5}); sys.exit(3)"
+    )
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", program])
+    assert compare() == 1
+    (row,) = read_rows(Path("study")).values()
+    assert row.error.startswith("exit code 3: no memory left for | the batch (study/logs/")
+
+
+def test_no_file_of_a_study_has_the_value_of_a_secret(folder, monkeypatch, capsys):
+    Path("own.yaml").write_text("env: {WANDB_API_KEY: the-key}\n")
+    write_study(seeds=[0], base={**BASE, "config": "own.yaml", "hub_token": "the-token"})
+    fails = "import sys; sys.exit('401: wrong key the-key, wrong token the-token')"
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", fails])
+    assert compare() == 1
+    written = [path.read_text() for path in (*Path("study", "runs").iterdir(), Path("study/comparison.md"))]
+    assert len(written) == 3
+    for text in (*written, capsys.readouterr().out):
+        assert "401: wrong key <" in text
+        assert not re.search("the-(key|token)", text)
 
 
 def test_a_run_may_be_launched(folder):
@@ -308,6 +365,42 @@ def test_a_finished_study_only_prints_its_tables(folder, capsys):
     assert "| +0.250 ± 0.635 |" in text  # 0.2 and 0.3: t(1) 12.706 * 0.0707 / sqrt(2)
     compare("--against", "BAPO")
     assert "| -0.250 ± 0.635 |" in capsys.readouterr().out
+
+
+def accuracies(rng, trials: int, gain: float, seeds: int = 5, prompts: int = 256, samples: int = 4):
+    """
+    Return avg@4 of two methods with its standard error over the prompts, each of shape (trials, 2, seeds).
+
+    All methods and seeds answer the same prompts, of all difficulties. Seeds have an effect of their own.
+    """
+    difficulty = rng.uniform(0.1, 0.9, prompts)
+    skill = rng.normal(0.0, 0.005, (trials, 2, seeds, 1)) + gain * np.array([0, 1])[:, None, None]
+    right = rng.binomial(samples, (difficulty + skill).clip(0, 1)) / samples
+    return right.mean(-1), right.std(-1) / prompts**0.5
+
+
+def test_the_printed_tables_claim_real_differences_and_few_others(folder, capsys, monkeypatch):
+    """Five seeds and 256 prompts: a paired t-test shows a difference of 0.03 most of the time."""
+    monkeypatch.setattr("bapo_trl.compare.figure.save_figure", lambda *args: None)
+    trials, rng = 300, np.random.default_rng(1)
+    write_study(over={"max_grad_norm": [1 + trial / 1e6 for trial in range(2 * trials)]}, seeds=list(range(5)))
+    drawn = zip(accuracies(rng, trials, 0.0), accuracies(rng, trials, 0.03), strict=True)
+    finals, errors = (np.concatenate(both) for both in drawn)
+    for place, run in enumerate(read_study("study.yaml").runs()):  # by seed, then by setting, then by arm
+        at = place // 2 % (2 * trials), place % 2, run.seed
+        row = Row(run.arm, run.sweep, run.seed, final=float(finals[at]), errors={"final": float(errors[at])})
+        write_row(row, Path("study", "runs", f"{run.key}.json"))
+    assert compare() is None
+    claims = []
+    for text in capsys.readouterr().out.split("\n## ")[1:]:
+        cells = [cell.strip() for cell in re.search(r"^\| BAPO .* \| [+-].*$", text, re.MULTILINE)[0].split("|")]
+        (mean, half), p = map(float, cells[5].split(" ± ")), float(cells[6])
+        claims.append("BAPO reached a higher" in text or "GRPO reached a higher" in text)
+        if p != 0.05 and abs(mean) != half:  # not printed with so few digits
+            assert claims[-1] == (abs(mean) > half) == (p < 0.05)
+    assert len(claims) == 2 * trials
+    assert 0.03 < np.mean(claims[:trials]) < 0.07
+    assert np.mean(claims[trials:]) > 0.6
 
 
 def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):

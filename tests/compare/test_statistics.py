@@ -33,22 +33,38 @@ def test_differences_are_paired_by_seed():
     assert b.mean.value == pytest.approx(0.06)
 
 
-def test_all_intervals_hold_at_once_and_p_values_are_holms():
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("seed", range(20))
+def test_intervals_and_p_values_are_holms(seed):
+    rng = np.random.default_rng(seed)
     finals = {"A": dict.fromkeys(range(8), 0.0)}
-    for arm, effect in {"B": 0.05, "C": 0.01, "D": 0.0}.items():
+    for arm, effect in {"B": 0.05, "C": 0.03, "D": 0.02, "E": 0.0}.items():
         finals[arm] = {seed: effect + 0.03 * float(rng.normal()) for seed in range(8)}
-    found = differences(finals, [(arm, "A") for arm in "BCD"])
+    found = differences(finals, [(arm, "A") for arm in "BCDE"])
     plain = [stats.ttest_1samp(each.values, 0).pvalue for each in found]
-    order = sorted(range(3), key=plain.__getitem__)
-    holm, largest = [0.0] * 3, 0.0
+    order = sorted(range(4), key=plain.__getitem__)
+    holm, largest = [0.0] * 4, 0.0
     for rank, place in enumerate(order):  # each times the number of hypotheses that are left, and never falling
-        largest = max(largest, min(1.0, (3 - rank) * plain[place]))
+        largest = max(largest, (4 - rank) * plain[place])
         holm[place] = largest
-    assert [each.p_value for each in found] == pytest.approx(holm)
-    for each in found:
+    assert [each.p_value for each in found] == pytest.approx([min(1.0, p) for p in holm])
+    for each, p, corrected in zip(found, plain, holm, strict=True):
         error = statistics.stdev(each.values) / math.sqrt(8)
-        assert each.mean.half_width == pytest.approx(stats.t.ppf(1 - 0.05 / 6, 7) * error)
+        factor = corrected / p
+        assert each.mean.half_width == pytest.approx(stats.t.ppf(1 - 0.05 / factor / 2, 7) * error)
+        assert each.mean.excludes_zero == (each.p_value < 0.05)
+    # No interval is wider than Bonferroni's, and that of the smallest p-value is as wide
+    first = found[order[0]]
+    error = statistics.stdev(first.values) / math.sqrt(8)
+    assert first.mean.half_width == pytest.approx(stats.t.ppf(1 - 0.05 / 8, 7) * error)
+    assert all(1 <= each.comparisons <= 4 + 1e-9 for each in found)
+
+
+def test_a_pair_of_unknown_spread_is_not_counted():
+    finals = {"A": {0: 0.5, 1: 0.5, 2: 0.5}, "B": {0: 0.6, 1: 0.7, 2: 0.65}, "C": {0: 0.6, 1: 0.6, 2: 0.6}}
+    b, c = differences(finals, [("B", "A"), ("C", "A")])
+    assert math.isnan(c.p_value)
+    assert math.isnan(c.mean.half_width)
+    assert b.p_value == pytest.approx(stats.ttest_1samp(b.values, 0).pvalue)
 
 
 # Paired two-sided t-tests at 0.05 with a power of 0.8, as tables of the noncentral t distribution have them

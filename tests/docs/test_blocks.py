@@ -4,6 +4,7 @@ import configparser
 import json
 import re
 import runpy
+import signal
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,7 +16,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import benchmarks.gpu_first_run.__main__ as gpu_first_run
-from bapo_trl import BAPOConfig
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.checkpoints.files import find_defect
+from bapo_trl.checkpoints.stop_signals import EXIT_CODE
 from bapo_trl.compare import command as compare_command
 from bapo_trl.report import command as report_command
 from bapo_trl.script import recipes, serving
@@ -173,15 +176,14 @@ def test_commands(block, folder):
 # Other languages
 
 
-@pytest.mark.parametrize("block", TO_CHECK["python"], ids=str)
-def test_python(block, folder):
+def run_python_block(block) -> dict:
+    """Run a block on a short training, and return its names."""
     # The page says to add `use_cpu` where there is no GPU
     names = {"__name__": "block"}
     if not re.search(CONFIG, block.text):  # lines for a script of one's own, which has the trainer
         names |= {"trainer": toy_trainer("out", max_steps=2)} if "trainer" in block.text else {}
         exec(compile(block.text, str(block), "exec"), names)
-        assert "trainer.train()" not in block.text or names["trainer"].state.global_step == 2
-        return
+        return names
     shorter = {
         "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "max_steps": 2,
         "max_completion_length": 6,
@@ -191,9 +193,36 @@ def test_python(block, folder):
     code, count = re.subn(CONFIG, rf"\g<0>{settings},", code)
     assert count == 1
     exec(compile(code, str(block), "exec"), names)
-    assert names["trainer"].state.global_step == 2
     args = names["trainer"].args
     assert not isinstance(args, BAPOConfig) or args.updates_per_generation == 16  # as its comments say
+    return names
+
+
+@pytest.mark.parametrize("block", TO_CHECK["python"], ids=str)
+def test_python(block, folder):
+    names = run_python_block(block)
+    is_training = "trainer.train()" in block.text or re.search(CONFIG, block.text)
+    assert not is_training or names["trainer"].state.global_step == 2
+
+
+@pytest.mark.parametrize("block", [block for block in TO_CHECK["python"] if "StopSignals" in block.text], ids=str)
+def test_an_example_that_stops_on_signals_exits_with_the_code_of_a_run_to_resume(block, folder, monkeypatch):
+    original = BAPOTrainer.training_step
+
+    def signalled(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(BAPOTrainer, "training_step", signalled)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_python_block(block)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert ended.value.code == EXIT_CODE
+    (checkpoint,) = folder.glob("*/checkpoint-1")
+    assert find_defect(checkpoint) is None
 
 
 @pytest.mark.parametrize("block", TO_CHECK["json"], ids=str)

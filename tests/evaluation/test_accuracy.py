@@ -45,11 +45,12 @@ def test_the_majority_is_that_of_the_completions_counted(votes):
     assert majority_vote(answers, correct) == pytest.approx(majority_counted(answers, correct))
 
 
-def test_the_standard_error_is_over_prompts():
-    # deviations -0.5, -0.5, 0, 1: variance (0.25 + 0.25 + 0 + 1) / 3 = 0.5, over 4 prompts
-    estimate = mean_over_prompts([0.0, 0.0, 0.5, 1.5])
+def test_the_error_is_over_prompts_and_never_zero():
+    # population variance (0.25 + 0.25 + 0 + 0) / 4 = 0.125 over 4 prompts; 1 + 1 / n = 1.25
+    estimate = mean_over_prompts([0.0, 1.0, 0.5, 0.5])
     assert estimate.mean == 0.5
-    assert estimate.error == pytest.approx(math.sqrt(0.5 / 4))
+    assert estimate.error == pytest.approx(math.sqrt(0.125 / 4 + 1 / 64) / 1.25)
+    assert mean_over_prompts([0.0] * 9).error == mean_over_prompts([1.0] * 9).error == pytest.approx(0.05)
     assert math.isnan(mean_over_prompts([1.0]).error)
 
 

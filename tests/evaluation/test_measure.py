@@ -22,7 +22,7 @@ from bapo_trl import bapo_trainer, cli
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
 from bapo_trl.evaluation import sampling
-from bapo_trl.evaluation.measure import evaluate
+from bapo_trl.evaluation.measure import count, evaluate
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import preparation, training
 from tests.helpers.commands import ROOT, succeeded
@@ -47,8 +47,8 @@ def test_before_and_after_on_data_of_ones_own(folder, capsys):
         shares = [sum(line["correct"] for line in lines[start : start + 4]) / 4 for start in range(0, 24, 4)]
         assert found[f"{prefix}_avg@4"] == pytest.approx(sum(shares) / 6)
         assert found[f"{prefix}_avg@4"] == pytest.approx(found[f"{prefix}_reward"])
-        variance = sum((share - sum(shares) / 6) ** 2 for share in shares) / 5
-        assert found[f"{prefix}_avg@4_stderr"] == pytest.approx(math.sqrt(variance / 6))
+        variance = sum((share - sum(shares) / 6) ** 2 for share in shares) / 6
+        assert found[f"{prefix}_avg@4_stderr"] == pytest.approx(math.sqrt(variance / 6 + 1 / 144) / (7 / 6))
         assert found[f"{prefix}_pass@4"] == pytest.approx(sum(map(bool, shares)) / 6)
         assert found[f"{prefix}_reward_best_of_4"] == pytest.approx(found[f"{prefix}_pass@4"])
         of_tens = [share for share, line in zip(shares, lines[::4], strict=True) if line["data_source"] == "tens 1"]
@@ -140,6 +140,57 @@ def test_completions_of_another_evaluation_are_not_counted(tmp_path, monkeypatch
         assert (count(), count()) == (4, 0)
     trainer.reward_func_names = ["another"]
     assert (count(), count()) == (4, 0)
+    mended = [{**row, "answer": 2} for row in rows]
+    assert (count(mended), count(mended), count(rows)) == (4, 0, 4)
+
+
+def test_an_accuracy_follows_the_code_of_the_reward(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for value in (0.0, 1.0):
+        module = tmp_path / "changed_reward.py"
+        module.write_text(f"def score(completions, **kwargs):\n    return [{value}] * len(completions)\n")
+        functions: dict = {}
+        exec(compile(module.read_text(), str(module), "exec"), functions)
+        trainer = toy_trainer(
+            tmp_path, trainer_class=EvaluatedTrainer, num_generations_eval=2, reward_funcs=functions["score"]
+        )
+        evaluation = evaluate(trainer, [{"prompt": "1+1="}], tmp_path / "completions.jsonl", origin="model")
+        found.append(evaluation.accuracies["avg@2"].mean)
+    assert found == [0, 1]
+
+
+def test_answers_of_one_value_are_one_answer():
+    given = ["1/2", "0.5", r"\frac{1}{2}", "3", "3", None]
+    records = [
+        {
+            "rewards": {"score": float(number < 3)},
+            "correct": number < 3,
+            "tokens": 1,
+            "cut_off": False,
+            "completion": each,
+        }
+        for number, each in enumerate(given)
+    ]
+    assert count(records, 6, torch.ones(1), lambda text: text).accuracies["maj@6"].mean == 1
+
+
+def test_a_later_evaluation_keeps_what_was_measured_before_training(folder):
+    run(dataset_name="train.jsonl", eval_dataset="test.jsonl")
+    found = results()
+    run(do_train="false", eval_dataset="test.jsonl", model_name_or_path="out")
+    kept = {name: value for name, value in found.items() if name.startswith("before_")}
+    assert kept
+    assert kept.items() <= results().items()
+
+
+def test_a_reward_that_changes_its_arguments_sees_each_row_as_it_is(tmp_path):
+    def takes(completions, answer, **kwargs):
+        return [float(each.pop()) if each else 0.0 for each in answer]
+
+    trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, num_generations_eval=4, reward_funcs=takes)
+    stream = Dataset.from_list([{"prompt": "1+1=", "answer": [3]}]).to_iterable_dataset()
+    assert evaluate(trainer, stream, tmp_path / "completions.jsonl").metrics["reward"] == 3
 
 
 def test_completions_may_have_line_breaks_of_any_kind(tmp_path, monkeypatch):

@@ -173,6 +173,14 @@ def test_an_adapter_is_sent_merged_and_does_not_drift(tmp_path, samples):
     assert first["lm_head.weight"].equal(last["lm_head.weight"])
 
 
+def test_tokens_that_trl_cannot_send_are_an_error(tmp_path, samples):
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 5])
+    with on_cpu(), pytest.raises(ValueError, match="The adapter has `trainable_token_indices`"):
+        async_trainer(tmp_path, samples, peft_config=adapter)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -183,18 +183,36 @@ def launcher_of(processes: int) -> list[str]:
     return [sys.executable, "-m", "bapo_trl.script.launcher", *flags]
 
 
-def test_a_single_rank_gets_the_signals_of_its_launcher(tmp_path):
+WAITING = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *args: sys.exit(75))
+print("ready", flush=True)
+while True:
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "number", "code"),
+    [(1, signal.SIGTERM, EXIT_CODE), (1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)],
+)
+def test_ranks_get_the_signals_of_their_launcher_which_says_no_more(tmp_path, processes, number, code):
     script = tmp_path / "waits.py"
-    script.write_text(
-        "import signal, sys\n"
-        "signal.signal(signal.SIGTERM, lambda *args: sys.exit(75))\n"
-        "print('ready', flush=True)\n"
-        "signal.pause()\n"
-    )
-    with subprocess.Popen([*launcher_of(1), str(script)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == EXIT_CODE
+    script.write_text(WAITING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*launcher_of(processes), str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:  # fmt: skip
+        for _ in range(processes):
+            assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "Traceback" not in said
 
 
 # Handlers

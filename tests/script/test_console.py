@@ -7,6 +7,7 @@ from statistics import fmean
 
 import pytest
 import yaml
+from datasets import Dataset
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
@@ -316,3 +317,13 @@ def test_a_row_of_a_resumed_run_says_how_fast_it_is(monkeypatch, capsys):
     # 4 s for 2 updates, 8 left at 2 s each; 2 s for 1, 6 s for 3 so far, 7 left; 3600 s for 7, none left
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split()[-2:] for row in rows] == [["2.00", "0:00:16"], ["2.00", "0:00:14"], ["514.29", "0:00:00"]]
+
+
+def test_completions_that_the_terminal_cannot_encode_end_no_training(tmp_path, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    dataset = Dataset.from_dict({"prompt": ["1+\u00e9="] * 24})
+    trainer = toy_trainer(tmp_path, max_steps=1, log_completions=True, trainer_args={"train_dataset": dataset})
+    trainer.train()
+    terminal.flush()
+    assert b" 1+?= " in terminal.buffer.getvalue()

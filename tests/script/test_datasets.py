@@ -1,6 +1,9 @@
 """Datasets by name."""
 
+import gzip
 import json
+import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from trl import DatasetMixtureConfig
 from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.datasets import format_prompts, hold_out, load_data, load_mixture, load_splits
+from tests.helpers.script_runs import run
 
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -25,6 +29,106 @@ def test_files_are_the_train_split(tmp_path, suffix):
     splits = load_splits(str(path))
     assert list(splits) == ["train"]
     assert splits["train"].to_list() == ROWS
+
+
+# Values that `datasets` changes where a column has one type
+WRITTEN = r"""
+{"prompt": "1", "n": 42, "day": "2024-05-01", "id": 12345678901234567890123, "o": {"a": [1, "x"]}, "t": "7"}
+
+{"prompt": "2", "n": 3.5, "day": null, "id": 7, "o": {"b": 0.10}, "t": "null"}
+{"prompt": "3", "n": -1E+400, "day": "1999-12-31 10:00", "id": -0, "o": {}, "t": "\ud83d\ude00"}
+{"prompt": "4", "n": true, "o": [[2.50], {}], "only": 1e-7}
+""".lstrip()
+AS_WRITTEN = {
+    "prompt": ["1", "2", "3", "4"],
+    "n": ["42", "3.5", "-1E+400", "True"],
+    "day": ["2024-05-01", "None", "1999-12-31 10:00", "None"],
+    "id": ["12345678901234567890123", "7", "-0", "None"],
+    "o": ["{'a': [1, 'x']}", "{'b': 0.10}", "{}", "[[2.50], {}]"],
+    "t": ["7", "null", "\N{GRINNING FACE}", "None"],
+    "only": ["None", "None", "None", "1e-7"],
+}
+
+
+def texts(rows) -> dict[str, list[str]]:
+    rows = list(rows)
+    return {name: [str(row[name]) for row in rows] for name in rows[0]}
+
+
+def write(path: Path, text: str) -> None:
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL", "a.ndjson", "a.jsonl.gz", "a.json", "lines.json"])
+def test_values_of_json_files_are_as_written(tmp_path, name, streaming):
+    lines = [line for line in WRITTEN.splitlines() if line]
+    text = {"a.json": f"[{', '.join(lines)}]", "lines.json": WRITTEN.replace(", ", ",\n")}.get(name, WRITTEN)
+    write(tmp_path / name, text)
+    rows = load_splits(str(tmp_path / name), streaming=streaming)["train"]
+    assert texts(rows) == AS_WRITTEN
+    flags = BAPOScriptArguments(prompt_template="{n}, {prompt}", answer_column=["id"])
+    formatted = texts(format_prompts(rows, flags))
+    prompts = [f"{n}, {prompt}" for n, prompt in zip(AS_WRITTEN["n"], AS_WRITTEN["prompt"], strict=True)]
+    assert formatted == {**AS_WRITTEN, "prompt": prompts, "solution": AS_WRITTEN["id"]}
+    write(tmp_path / name, text.replace("42", "43"))  # a file that changed is read again
+    assert next(iter(load_splits(str(tmp_path / name), streaming=streaming)["train"]))["n"] == 43
+
+
+def test_numbers_of_files_are_numbers(tmp_path):
+    write(tmp_path / "a.jsonl", WRITTEN)
+    rows = format_prompts(load_splits(str(tmp_path / "a.jsonl"))["train"], BAPOScriptArguments(prompt_template="{n}"))
+    assert rows["n"][:] == [42, 3.5, float("-inf"), True]
+    assert [type(value) for value in rows["n"][:2]] == [int, float]
+    ten_cents = pickle.loads(pickle.dumps(rows[1]["o"]["b"]))  # as between processes
+    assert (ten_cents * 2, str(ten_cents), f"{ten_cents}") == (0.2, "0.10", "0.10")
+    assert sorted(n for part in hold_out(rows, 0.5) for n in texts(part)["n"]) == sorted(AS_WRITTEN["n"])
+
+
+@pytest.mark.parametrize(("name", "separator"), [("a.csv", ","), ("a.CSV", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")])
+def test_values_of_csv_files_are_as_written(tmp_path, name, separator):
+    cells = [["prompt", "n", "day"], ["1", "0.10", "2024-05-01"], ['"a,""b"', "42", ""], ["3", "007", "nan"]]
+    write(tmp_path / name, "".join(f"{separator.join(row)}\n" for row in cells))
+    rows = list(load_splits(str(tmp_path / name))["train"])
+    values = {"prompt": ["1", 'a,"b', "3"], "n": ["0.10", "42", "007"], "day": ["2024-05-01", "None", "nan"]}
+    assert texts(rows) == values
+    assert [type(row["n"]) for row in rows[1:]] == [int, str]
+    assert rows[0]["n"] == 0.1
+
+
+def test_values_in_folders_and_mixtures_are_as_written(tmp_path):
+    write(tmp_path / "train.jsonl", WRITTEN)
+    write(tmp_path / "test-1.jsonl", WRITTEN)
+    write(tmp_path / "test-2.jsonl", WRITTEN)
+    splits = load_splits(str(tmp_path))
+    assert texts(splits["train"]) == AS_WRITTEN
+    assert texts(splits["test"]) == {name: values * 2 for name, values in AS_WRITTEN.items()}
+    file = {"path": "json", "data_files": str(tmp_path / "train.jsonl")}
+    parts = [{"path": str(tmp_path), "split": "test[:4]"}, file]
+    mixture = load_mixture(DatasetMixtureConfig(datasets=parts))["train"]
+    assert texts(mixture) == {name: values * 2 for name, values in AS_WRITTEN.items()}
+
+
+@pytest.mark.trainings
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_rewards_get_values_as_written_in_training_evaluation_and_the_dry_run(folder, streaming):
+    (folder / "seen.py").write_text(
+        "seen = []\ndef reward(completions, n, day, id, o, **kwargs):\n"
+        "    seen.append({tuple(map(str, row)) for row in zip(n, day, id, o)})\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    write(folder / "odd.jsonl", WRITTEN)
+    written = set(zip(*(AS_WRITTEN[name] for name in ("n", "day", "id", "o")), strict=True))
+    data = {"dataset_name": "odd.jsonl", "eval_dataset": "odd.jsonl", "reward_funcs": "seen.reward"}
+    run(**data, dataset_streaming=streaming, max_steps=1, do_eval="true")
+    import seen
+
+    assert set.union(*seen.seen) == written
+    assert all(given <= written for given in seen.seen)
+    seen.seen.clear()
+    run(**data, dataset_streaming=streaming, dry_run="true", output_dir="other")
+    (given,) = seen.seen
+    assert given < written
 
 
 @pytest.mark.parametrize("streaming", [False, True])

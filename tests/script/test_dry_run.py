@@ -131,6 +131,8 @@ async def raises_later(completions, **kwargs):
 NO_GPU = {"use_cpu": None, "bf16": None}
 without_gpu = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
 LEARNED = {"model_name_or_path": "learned"}  # positions up to 64
+LONG = {"model_name_or_path": "long"}  # with a smallest length
+PARTIAL = {"partial_rollout_oversampling": "1.5", "partial_rollout_chunk_length": "3"}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,8 @@ LEARNED = {"model_name_or_path": "learned"}  # positions up to 64
         ({"reward_weights": "1.0|2.0"}, "(?i)reward.weights"),
         ({"report_to": "wandbb"}, "wandbb is not supported"),
         ({"attn_implementation": "flash_attention_2"}, "(?i)flash.?attention"),
+        ({"model_name_or_path": "greedy"}, "`generation_config` cannot be saved .*`temperature`.*do_sample"),
+        ({**LONG, **PARTIAL}, "`min_new_tokens` .*`generation_config`.*partial rollouts"),
         ({**LEARNED, "eval_dataset": "long.jsonl"}, "1 of the 4 prompts of the eval dataset"),
         ({"use_vllm": "true"}, r"`use_vllm` needs the package vllm.*pip install 'bapo-trl\[vllm\]'"),
         ({"output_dir": "small/config.json"}, "small/config.json"),
@@ -171,7 +175,10 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
     Path("broken_rewards.py").write_text(BROKEN_REWARDS)
     toy_model(vocab_size=9).save_pretrained("small")
     opt_model().save_pretrained("learned")
-    for folder in ("small", "learned"):
+    for name, of_file in (("greedy", {"do_sample": False, "temperature": 0.7}), ("long", {"min_new_tokens": 5})):
+        toy_model().save_pretrained(name)
+        leave(f"{name}/generation_config.json", json.dumps(of_file))
+    for folder in ("small", "learned", "greedy", "long"):
         character_tokenizer().save_pretrained(folder)
     Dataset.from_dict({"prompt": ["1", "2", "3", "1" * 62]}).to_json("long.jsonl")
     arguments = flags(**{"dataset_name": "train.jsonl", **settings})
@@ -187,6 +194,20 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", FROM_PRETRAINED)
     with pytest.raises(Exception, match=message):  # whatever a library or a user's reward raises
         run(**{"dataset_name": "train.jsonl", **settings})
+
+
+def test_what_a_generation_takes_from_the_model_is_warned_of(capsys):
+    leave("model/generation_config.json", json.dumps({"do_sample": True, "min_p": 0.05, "top_k": 20}))
+    run(dataset_name="train.jsonl", dry_run="true")
+    assert "\nWarning: Samples are drawn with `min_p` 0.05 from the model's" in capsys.readouterr().out
+
+
+def test_an_adapter_is_saved_without_the_generation_config_of_its_base_unless_it_is_merged(capsys):
+    leave("model/generation_config.json", json.dumps({"do_sample": False, "temperature": 0.7}))
+    settings = {"dataset_name": "train.jsonl", "dry_run": "true", "use_peft": "true"}
+    run(**settings)
+    with pytest.raises(InputError, match="`generation_config` cannot be saved"):
+        run(**settings, merge_adapter="true")
 
 
 @without_gpu

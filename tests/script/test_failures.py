@@ -1,14 +1,20 @@
 """How commands end that fail: one line for a user's error, the traceback of anything else."""
 
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from bapo_trl import cli
 from bapo_trl.errors import InputError
 from bapo_trl.script.failures import run_command
 from tests.helpers.commands import run_command as run_process
+from tests.helpers.commands import succeeded
+from tests.helpers.script_runs import flags as short_flags
 
 
 def failed(function, *arguments, capsys):
@@ -46,6 +52,58 @@ def test_any_other_error_keeps_its_traceback(capsys):
 
 def test_the_flag_is_taken_out_and_results_are_handed_on():
     assert run_command(list, ["--a", "--traceback", "1"], "x") == ["--a", "1"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--traceback"]], ids=str)
+def test_ctrl_c_ends_a_command_in_one_line(folder, flags, capsys):
+    reward = "import signal\ndef interrupt(completions, **kwargs):\n    signal.raise_signal(signal.SIGINT)\n"
+    (folder / "interrupting.py").write_text(reward)
+    own = short_flags(reward_funcs="interrupting.interrupt", eval_dataset="test.jsonl")
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+            cli.main(["evaluate", *own, *flags])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert getattr(ended.value, "code", None) == 130
+    said = capsys.readouterr().err
+    assert "in interrupt\n" in said if flags else said == "bapo-trl evaluate: interrupted\n"
+
+
+def test_a_users_own_error_file_hides_no_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "of" / "errors" / "error.json"))
+    (tmp_path / "of").mkdir()
+    first, second = failed(reject, capsys=capsys), failed(reject, capsys=capsys)
+    assert first == second != ""
+    assert list(tmp_path.iterdir()) == [tmp_path / "of"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+@pytest.mark.parametrize("flags", [["recipes"], ["--help"]])
+def test_output_that_cannot_be_written_is_an_error(flags):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "bapo_trl", *flags]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "No space left on device" in line
+
+
+def test_characters_that_the_terminal_cannot_encode_are_replaced(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    run_command(lambda arguments: print("0.5 \u00b1 0.1 in \u00e9\udce9"), [], "bapo-trl train")
+    assert terminal.buffer.getvalue() == b"0.5 ? 0.1 in ??\n"
+
+
+@pytest.mark.processes
+def test_a_training_goes_on_where_the_terminal_knows_ascii_alone(tmp_path):
+    flags = "--config quickstart --max_steps 2 --save_steps 1 --logging_steps 1 --per_device_train_batch_size 8"
+    own = ["--output_dir", "\u00e9t\u00e9", "--max_eval_samples", "8", "--log_completions", "true"]
+    command = [sys.executable, "-m", "bapo_trl", "train", *flags.split(), *own]
+    printed = succeeded(run_process(command, cwd=tmp_path, PYTHONIOENCODING="ascii"))
+    assert "Saved ?t?" in printed
+    assert (tmp_path / "\u00e9t\u00e9" / "model.safetensors").exists()
 
 
 @pytest.mark.processes

@@ -155,3 +155,11 @@ def test_chats_need_a_chat_template_that_takes_them():
         )
         with pytest.raises(ValueError, match=message):
             check_chat_template(chats, tokenizer)
+
+
+def test_a_later_row_that_the_chat_template_rejects_is_named():
+    user = {"role": "user", "content": "1+1?"}
+    rows = Dataset.from_dict({"prompt": [[user], [user], [{"role": "system", "content": "Add."}, user]]})
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with pytest.raises(ValueError, match=r"\(System role not supported\), first in row 2"):
+        check_chat_template(rows, chat_tokenizer(template))

@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from bapo_trl import cli
+from bapo_trl.script.command_line import parse_arguments
 from tests.helpers.script_runs import fill_folder, flags
 
 
@@ -138,3 +139,62 @@ def test_user_errors_end_the_command_with_one_line(folder, settings, message, ca
     assert re.search(message, line)
     assert "Traceback" not in said
     assert "usage: " not in said
+
+
+def parse_recipe(folder, text, *flags):
+    (folder / "own.yaml").write_text(f"use_cpu: true\nbf16: false\n{text}\n")
+    return parse_arguments(["--config", str(folder / "own.yaml"), *flags])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "learning_rate: [1.0e-6]", "learning_rate: true", "learning_rate: fast", "learning_rate:",
+        "max_steps: 6.5", "max_steps: false", "max_steps: '6.5'", "save_steps: true", "seed: .inf",
+        "num_generations: {a: 1}", "ratio_upper_max: [3.0]",
+        "output_dir: 2024", "output_dir: 2024-01-31", "output_dir: [out]", "eval_strategy: no", "loss_type: 1",
+        "model_name_or_path: 7", "optim: sgdd", "lr_scheduler_type: [linear]", "dtype: fp32",
+        "use_peft: 2", "use_peft: maybe", "use_peft: [true]", "bf16_full_eval:",
+        "reward_funcs: [my.reward, 2]", "reward_weights: [1.0, true]", "reward_weights: {a: 1}",
+        "lora_target_modules: [[q_proj]]", "report_to: [wandb, 1]", "report_to: false",
+        "lr_scheduler_kwargs: 5", "lr_scheduler_kwargs: '{\"min_lr\": '", "generation_kwargs: [top_k]",
+        "generation_kwargs: top_k=3", "liger_kernel_config: true", "parallelism_config: {cp_size: 2}",
+        "datasets: [{path: json, fraction: half}]", "datasets: 3",
+    ],
+)  # fmt: skip
+def test_a_recipes_value_of_a_wrong_type_ends_the_command_with_a_line_that_names_the_setting(tmp_path, line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_recipe(tmp_path, line)
+    assert ended.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.search(rf"[`-]{line.partition(':')[0]}\b", said)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("learning_rate: 1e-6", 1e-6),  # text to YAML 1.1
+        ("learning_rate: 1", 1), ("max_grad_norm:", None), ("seed: '7'", 7),
+        ("save_steps: 0.1", 0.1), ("logging_steps: 0.05", 0.05), ("warmup_steps: 10", 10),
+        ("output_dir: '2024'", "2024"), ("system_prompt: --no=1 {x}", "--no=1 {x}"), ("system_prompt: ''", ""),
+        ("use_peft: 'yes'", True), ("use_peft: 1", True), ("disable_tqdm: false", False),
+        ("report_to: none", []), ("report_to: [wandb, trackio]", ["wandb", "trackio"]), ("hub_strategy: end", "end"),
+        ("scale_rewards: false", "none"), ("resume_from_checkpoint: true", True),
+        ("reward_funcs: my.reward", ["my.reward"]), ("reward_weights: 1", [1]),
+        ("reward_weights: [1, 5e-1]", [1, 0.5]),
+        ("lora_target_modules: all-linear", "all-linear"), ("lora_target_modules: [q, v]", ["q", "v"]),
+        ("lr_scheduler_kwargs: {min_lr: 1.0e-7}", {"min_lr": 1e-7}),
+        ("lr_scheduler_kwargs: '{\"min_lr\": 1e-7}'", {"min_lr": 1e-7}),
+    ],
+)  # fmt: skip
+def test_values_that_trl_and_transformers_accept_are_accepted_in_a_recipe(tmp_path, line, value):
+    name = line.partition(":")[0]
+    (found,) = (getattr(each, name) for each in parse_recipe(tmp_path, line) if hasattr(each, name))
+    assert found == value
+
+
+@pytest.mark.parametrize("value", ["{split_batches: true}", "'{\"split_batches\": true}'", "{folder}/own.json"])
+def test_a_configuration_is_a_mapping_or_the_path_of_a_file(tmp_path, value):
+    (tmp_path / "own.json").write_text('{"split_batches": true}')
+    settings = parse_recipe(tmp_path, f"accelerator_config: {value.replace('{folder}', str(tmp_path))}")
+    assert settings.training.accelerator_config.split_batches

@@ -1,6 +1,7 @@
 """Overlapped generation over a server that samples by prompt and weights alone: runs are equal to the bit."""
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -116,6 +117,61 @@ def test_a_run_is_that_of_completions_that_come_one_generation_late(tmp_path, se
         cycle = log_of(trainer)[trainer.args.updates_per_generation :]  # from the first step that was requested ahead
         ages = [log["staleness/mean"] for log in cycle[: len(cycle) // 2 * 2]]
         assert sum(ages) / len(ages) == mean_staleness(trainer.args)
+
+
+class TakesCurrent(BAPOTrainer):
+    """The oracle: before each update, some tokens of its samples get the current policy's log-probabilities."""
+
+    def _compute_loss(self, model, inputs):
+        if not self._bounds.is_open:
+            for batch in self._buffered_inputs:
+                batch["reported"] = reported = batch.get("reported", batch["old_per_token_logps"])
+                logps, _ = self._score(batch)
+                is_odd = batch["completion_ids"] % 2 == 1
+                batch["old_per_token_logps"] = torch.where(is_odd, logps, reported)
+        return super()._compute_loss(model, inputs)
+
+
+class ServerWithGaps(ModelServer):
+    """Reports no log-probability of tokens with an odd id."""
+
+    def sample(self, *args):
+        choices = super().sample(*args)
+        for choice in choices:
+            logps = choice["logprobs"]["token_logprobs"]
+            pairs = zip(choice["token_ids"], logps, strict=True)
+            choice["logprobs"]["token_logprobs"] = [math.nan if token % 2 else logp for token, logp in pairs]
+        return choices
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"replay_fraction": 0.5, "num_iterations": 2},
+        {"search_scope": "batch", "contribution_weighting": "behavior_prob"},
+        {"loss_type": "vespo", "negative_weight_min": 0.5},
+        {"importance_sampling_level": "sequence", "contribution_measure": "surrogate"},
+    ],
+    ids=str,
+)
+def test_a_token_whose_log_probability_the_server_lacks_takes_the_current_one(tmp_path, settings):
+    trainer = run(tmp_path / "gaps", server=ServerWithGaps(), **settings)
+    oracle = run(tmp_path / "oracle", TakesCurrent, **settings)
+    assert_same_weights(trainer, oracle)
+    assert log_of(trainer) == log_of(oracle)
+    assert max(log["ratio/max"] for log in log_of(trainer)) > 1.01
+
+
+def test_a_policy_that_is_not_finite_is_found_beside_such_tokens(tmp_path):
+    class Broken(BAPOTrainer):
+        def _compute_loss(self, model, inputs):
+            if self.state.global_step == 2:
+                self.model.model.norm.weight.data[0] = math.nan
+            return super()._compute_loss(model, inputs)
+
+    with pytest.raises(RuntimeError, match=r"NaN or infinity in `per_token_logps` .* at update 3"):
+        run(tmp_path, Broken, ServerWithGaps())
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "replay_fraction": 0.5}, {"max_steps": 14}], ids=str)
