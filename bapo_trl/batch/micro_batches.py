@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -53,10 +54,6 @@ class MicroBatches:
         The run is at micro-batch `step`, in an update of `count` micro-batches that began with micro-batch `begin`.
         """
         settings = self._settings
-        self._check_keys(buffer[0])
-        if self._reason is not None:
-            self._say(f"Micro-batches are cut to their longest sample, but not balanced: {self._reason}.")
-            self._reason = None
         of_generation = step % settings.micro_batches_per_generation
         starts = update_starts(
             begin - (step - of_generation),
@@ -65,12 +62,11 @@ class MicroBatches:
             settings.steps_per_generation,
             settings.num_iterations,
         )
+        measures = self._measure(buffer)
         if self.layout != "balanced":
             starts = list(range(len(buffer)))
-        of_rank = torch.cat([measure(each, self.keeps_prompt_padding) for each in buffer])
-        measures = self._accelerator.gather(of_rank.unsqueeze(0))
         self._planned = plan(
-            measures.cpu().numpy(),
+            measures,
             self._accelerator.process_index,
             starts,
             settings.per_device_train_batch_size,
@@ -167,19 +163,35 @@ class MicroBatches:
         logps, entropies = results if compute_entropy else (*results, None)
         return logps, entropies, None
 
-    def _check_keys(self, batch: Mapping[str, Any]) -> None:
-        """Fall back to `trimmed`, for the rest of the run, where samples can't be rearranged."""
-        if self.layout == "padded":
-            return
-        has_images = any(batch.get(key) is not None for key in FORWARD_KEYS)
-        unknown = [key for key in unknown_keys(batch) if key not in FORWARD_KEYS]
-        if has_images or unknown:
+    def _measure(self, buffer: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """
+        Return the measures of all ranks' samples, `(N, R, 7)`, with one transfer.
+
+        If samples can't be rearranged on some rank, all ranks fall back to `trimmed` for the rest of the run.
+        """
+        of_rank = torch.cat([measure(each, self.keeps_prompt_padding) for each in buffer])
+        reason = why_in_place(buffer[0])
+        can_move = of_rank.new_full((len(of_rank), 1), reason is None)
+        measures = self._accelerator.gather(torch.cat([of_rank, can_move], dim=1).unsqueeze(0)).cpu().numpy()
+        if not measures[..., -1].all():
             self._skips = False
-            self._trim_if("samples have images" if has_images else f"the batch has `{unknown[0]}`")
+            self._trim_if(reason or "samples of another rank have images or other values")
+        if self._reason is not None:
+            self._say(f"Micro-batches are cut to their longest sample, but not balanced: {self._reason}.")
+            self._reason = None
+        return measures[..., :-1]
 
     def _trim_if(self, reason: str | None) -> None:
         if reason is not None and self.layout == "balanced":
             self.layout, self._reason = "trimmed", reason
+
+
+def why_in_place(batch: Mapping[str, Any]) -> str | None:
+    """Return why the samples of TRL's batch can't change places, or `None`: it has more than text."""
+    if any(batch.get(key) is not None for key in FORWARD_KEYS):
+        return "samples have images"
+    unknown = unknown_keys(batch)
+    return f"the batch has `{unknown[0]}`" if unknown else None
 
 
 def why_trimmed(settings: Any, loss_parts: Sequence[str]) -> str | None:
