@@ -89,6 +89,7 @@ OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "evaluation_loop": ("dataloader",),
     "get_batch_samples": ("epoch_iterator", "num_batches"),
     "log": ("logs",),
+    "set_initial_training_values": ("args", "dataloader"),
     "train": ("resume_from_checkpoint",),
 }  # fmt: skip
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`, with their first parameters: the

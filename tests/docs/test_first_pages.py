@@ -42,8 +42,7 @@ def test_the_accuracies_in_the_readme_are_those_of_the_results():
         ("epsilon", {"epsilon": 0.2}),
         ("epsilon_high", {"epsilon_high": 0.28}),
         ("epsilon_high", {"epsilon_high": 5.0, "loss_type": "sapo"}),
-        ("delta", {"delta": 2.0}),
-        ("gradient_accumulation_steps", {"gradient_accumulation_steps": 3, "steps_per_generation": 8}),
+        ("delta", {"delta": 0.5}),
         ("ratio_upper_max", {"ratio_upper_max": 2.0, "loss_type": "vespo"}),
         ("vllm_importance_sampling_mode", {**VLLM, "vllm_importance_sampling_mode": "sequence_mask"}),
     ],
@@ -58,8 +57,8 @@ def test_settings_that_the_page_for_grpo_users_lists_raise_an_error(name, settin
     "settings",
     [
         {"epsilon_high": 5.0, "loss_type": "cispo"},
-        {"delta": 3.0},
-        {"gradient_accumulation_steps": 3, "steps_per_generation": 8, "search_scope": "micro_batch"},
+        {"delta": 2.0},
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 8},
         {**VLLM, "vllm_importance_sampling_mode": "token_mask"},
     ],
 )
