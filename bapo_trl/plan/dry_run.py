@@ -222,7 +222,7 @@ class DryRun:
     num_prompts: int | None  # `None` for a stream
     prompts: Prompts | None = None  # `None` without data or a tokenizer
     rewards: Sequence[Reward] = ()
-    memory: MemoryPlan | None = None  # `None` without a model, or for an evaluation alone
+    memory: MemoryPlan | None = None  # `None` without a model or a limit of tokens, and for an evaluation alone
 
     @property
     def problems(self) -> list[str]:
@@ -307,7 +307,7 @@ def dry_run(
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     plan = arithmetic_of(args, train_dataset, processes)
     memory = None
-    if plan.counts:
+    if plan.counts and args.max_completion_length is not None:
         here = plan.counts[0]
         sharding = sharding or sharding_of(args, here.processes)
         rows = here.samples // here.processes

@@ -17,19 +17,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..batch.micro_batches import why_trimmed
+from ..errors import InputError
 
 
 GIB = 2**30
 
 _FLOAT32 = 4
-_STATES = {
-    "adafactor": 0,
-    "sgd": 0,
-    "lion": 1,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "ademamix": 3,
-}  # tensors per weight; Adam: 2
+# Optimizer states per weight; Adam and the rest have 2
+_STATES = {"adafactor": 0, "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3}
 _TILE = (4096, 32768)  # tokens and columns of the logits that TRL's output head computes at once
 _BLOCK = 64  # weights of a 4-bit tensor with one absolute maximum, in bitsandbytes
 _FLOATS_OF_A_TILE = 7  # float32 copies in TRL's backward pass without Triton: scaled logits, probabilities, gradient
@@ -59,11 +54,6 @@ class ModelShape:
         """Number of weights of the output head."""
         return self.vocabulary * self.hidden
 
-    @property
-    def outside_layers(self) -> int:
-        """Number of weights of the embeddings and the output head."""
-        return self.weights - self.num_layers * self.layer if self.num_layers else self.weights
-
 
 @dataclass(frozen=True)
 class Sharding:
@@ -77,8 +67,9 @@ class Sharding:
     @classmethod
     def of_zero(cls, zero: Mapping[str, Any], ranks: int) -> "Sharding":
         """Return the sharding of the `zero_optimization` of a DeepSpeed configuration."""
-        parts = [part for part in ("optimizer", "param") if zero.get(f"offload_{part}", {}).get("device") == "cpu"]
-        return cls(ranks, zero.get("stage", 0), True, tuple(parts))
+        devices = {part: zero.get(f"offload_{part}", {}).get("device") for part in ("optimizer", "param")}
+        parts = tuple(part for part, device in devices.items() if device in ("cpu", "nvme"))
+        return cls(ranks, zero.get("stage", 0), True, parts)
 
     def divisor(self, stage: int) -> int:
         return self.ranks if self.stage >= stage else 1
@@ -125,9 +116,8 @@ class Memory:
     @property
     def update(self) -> float:
         """Peak of an update."""
-        return (
-            self.weights + self.gradients + self.optimizer + self.reference + self.activations + self.sampler
-        )  # fmt: skip
+        states = self.weights + self.gradients + self.optimizer + self.reference
+        return states + self.activations + self.sampler
 
 
 def quantized_weight_bytes(quantization: Any) -> float | None:
@@ -146,7 +136,20 @@ def quantized_weight_bytes(quantization: Any) -> float | None:
 
 
 def shape_of(config: Any, peft_config: Any = None, trust_remote_code: bool = False) -> ModelShape:
-    """Return the shape of a model with this configuration, and of its adapter. Neither is changed."""
+    """
+    Return the shape of a model with this configuration, and of its adapter. Neither is changed.
+
+    Raises:
+        InputError: If the model lacks a package, or cannot have the adapter.
+    """
+    try:
+        return _shape_of(config, peft_config, trust_remote_code)
+    except (ImportError, ValueError) as error:
+        of = "The adapter does not fit the model" if peft_config is not None else "The model cannot be made"
+        raise InputError(f"{of}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _shape_of(config: Any, peft_config: Any, trust_remote_code: bool) -> ModelShape:
     text = config.get_text_config()
     model = _without_weights(config, trust_remote_code)
     head, weights, adapter = model.get_output_embeddings(), _count(model.parameters()), 0
@@ -168,9 +171,9 @@ def shape_of(config: Any, peft_config: Any = None, trust_remote_code: bool = Fal
     heads = getattr(text, "num_attention_heads", None) or 1
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    of_experts = (getattr(text, "num_experts_per_tok", None) or 0) * (
-        getattr(text, "moe_intermediate_size", None) or 0
-    )
+    experts = getattr(text, "num_experts_per_tok", None)
+    if experts:
+        intermediate = experts * (getattr(text, "moe_intermediate_size", None) or intermediate)
     return ModelShape(
         weights=weights,
         linear=linear,
@@ -179,7 +182,7 @@ def shape_of(config: Any, peft_config: Any = None, trust_remote_code: bool = Fal
         adapter=adapter,
         num_layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=max(of_experts or intermediate, 1),
+        intermediate=intermediate,
         query=heads * head_size,
         key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
         heads=heads,
@@ -414,7 +417,7 @@ def _head(shape: ModelShape, precision: Precision, batch: BatchShape, on_gpu: bo
 
 def _gathered(shape: ModelShape, precision: Precision) -> float:
     """Return the weights that a rank gathers at once: embeddings and head, and a layer with the next one."""
-    return precision.compute * (shape.outside_layers + 2 * shape.layer)
+    return precision.compute * ((1 if shape.ties_head else 2) * shape.head + 2 * shape.layer)
 
 
 def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:

@@ -121,7 +121,7 @@ def _print_run(
 def _mean_length(settings: Settings) -> int | None:
     """Return the mean length to estimate the memory for; raise an `InputError` if completions can't have it."""
     mean, limit = settings.script.dry_run_mean_length, settings.training.max_completion_length
-    if mean is not None and not 1 <= mean <= limit:
+    if mean is not None and not 1 <= mean <= (limit or mean):
         raise InputError(
             f"`dry_run_mean_length` is {mean}, but completions have 1 to {limit} tokens (`max_completion_length`): "
             "set it to a number of these, or leave it out."

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bapo_trl import BAPOConfig
+from bapo_trl.plan.dry_run import sharding_of
 from bapo_trl.plan.memory import (
     GIB,
     BatchShape,
@@ -144,6 +146,27 @@ def test_zero_divides_the_states_and_ddp_copies_the_gradients():
     assert states(8, 3, True, ("optimizer", "param")) == [0, 0.25, 0]
     assert states(8) == [2, 4, 4]
     assert Sharding.of_zero({"stage": 3, "offload_param": {"device": "cpu"}}, 8) == Sharding(8, 3, True, ("param",))
+
+
+def test_the_launcher_says_how_a_model_is_divided(tmp_path, monkeypatch):
+    args = BAPOConfig(tmp_path, use_cpu=True, bf16=False)
+    assert sharding_of(args, 4) == Sharding(4)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert sharding_of(args, 4) == Sharding(4, stage=3)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": zero})
+    assert sharding_of(args, 4) == Sharding(4, 2, True, ("optimizer",))
+
+
+def test_a_rank_of_zero_3_gathers_weights_while_it_computes_and_samples(tmp_path):
+    args = BAPOConfig(tmp_path, use_cpu=True, bf16=False)
+    shape, batches = shape_of(config_of(QWEN_7B)), [BatchShape(1, 100, 900)]
+    alone, divided = (
+        estimate(args, shape, BF16, batches, 4, True, sharding=Sharding(8, stage, True)) for stage in (2, 3)
+    )
+    layer = 233_057_792
+    assert divided.activations - alone.activations == 2 * (2 * 152_064 * 3584 + 2 * layer)
+    assert divided.sampling - divided.weights == alone.sampling
 
 
 @pytest.mark.parametrize(

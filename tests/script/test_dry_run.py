@@ -205,6 +205,7 @@ LEARNED = {"model_name_or_path": "learned"}  # positions up to 64
         ({"use_liger_kernel": "true"}, "`use_liger_kernel` needs the package liger_kernel"),
         ({"optim": "adamw_8bit"}, "`optim` is 'adamw_8bit'|bitsandbytes"),
         ({"push_to_hub": "true"}, "push_to_hub|offline"),
+        ({"use_peft": "true", "lora_target_modules": "nothing"}, "Target modules .*nothing.* not found"),
         ({"sync_ref_model": "true"}, "(?s)`?sync_ref_model.*beta"),
         ({"sync_ref_model": "true", "beta": "0.1", "use_peft": "true"}, "(?i)sync_ref_model.*(adapter|peft)"),
         ({"save_strategy": "best"}, "metric_for_best_model` (is not set|must be provided)"),
