@@ -23,6 +23,7 @@ from ..inputs.advice import advice_line
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.prompt_checks import TokenLimits, stored_prompts
 from ..inputs.reward_checks import rewards_defect
+from .memory import GIB, MemoryPlan, Sharding, plan_memory
 
 
 SAMPLED_PROMPTS = 1000
@@ -214,13 +215,14 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The plan of a run, to be printed: sample counts, staleness, prompts and example rewards."""
+    """The plan of a run, to be printed: sample counts, staleness, memory, prompts and example rewards."""
 
     args: BAPOConfig
     counts: list[Counts]  # on its own number of processes first; empty for an evaluation alone
     num_prompts: int | None  # `None` for a stream
     prompts: Prompts | None = None  # `None` without data or a tokenizer
     rewards: Sequence[Reward] = ()
+    memory: MemoryPlan | None = None  # `None` without a model or a limit of tokens, and for an evaluation alone
 
     @property
     def problems(self) -> list[str]:
@@ -235,6 +237,8 @@ class DryRun:
     def tables(self) -> str:
         """Return all but the problems."""
         parts = [_counts(self), _staleness(self)] if self.counts else [_evaluation(self)]
+        if self.memory is not None:
+            parts.append(_memory(self.args, self.memory))
         if self.prompts is None:
             parts.append("Prompts and rewards are unknown: see the error below.")
         else:
@@ -252,6 +256,10 @@ def dry_run(
     train_dataset: Any,
     processing_class: Any = None,
     processes: int | None = None,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+    mean_length: int | None = None,
+    sharding: Sharding | None = None,
 ) -> DryRun:
     """
     Return the plan of a run. Nothing is written, and no weights are loaded.
@@ -267,6 +275,11 @@ def dry_run(
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             Tokenizer; by default the model's.
         processes (`int`, *optional*): Processes that train; by default those of this process' launcher.
+        peft_config ([`~peft.PeftConfig`], *optional*): Adapter to train, as [`BAPOTrainer`] takes it.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*): How the weights are quantized.
+        mean_length (`int`, *optional*): Mean number of tokens of a completion, to estimate the memory for.
+        sharding ([`~bapo_trl.plan.memory.Sharding`], *optional*): How the model is divided over the processes; by
+            default, as this process' launcher says.
 
     Raises:
         ValueError: For a tokenizer with more tokens than the model, and prompts that the model would fail at. A reward
@@ -282,15 +295,27 @@ def dry_run(
         init: Any = args.model_init_kwargs or {}
         name, settings = model, {"revision": init.get("revision"), "trust_remote_code": args.trust_remote_code}
         config = AutoConfig.from_pretrained(model, **settings)
+        dtype = init.get("dtype") or "float32"  # TRL's default
+        dtype = config.dtype or "float32" if dtype == "auto" else dtype
     else:
-        name, settings, config = model.config._name_or_path, {}, model.config
+        name, settings, config, dtype = model.config._name_or_path, {}, model.config, model.dtype
+        peft_config = peft_config or getattr(model, "active_peft_config", None)
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
     room = token_limits(config.get_text_config(), args.max_completion_length).longest_prompt
     prompts = look_at_prompts(train_dataset, processing_class, room, args.chat_template_kwargs)
     check_fit(config, processing_class, args, [("train", prompts if isinstance(train_dataset, Dataset) else None)])
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
+    plan = arithmetic_of(args, train_dataset, processes)
+    memory = None
+    if plan.counts and args.max_completion_length is not None:
+        here = plan.counts[0]
+        sharding = sharding or sharding_of(args, here.processes)
+        rows = here.samples // here.processes
+        of_model = (peft_config, quantization_config, mean_length, sharding)
+        memory = plan_memory(args, config, dtype, prompts.lengths[1.0], rows, *of_model)
     return replace(
-        arithmetic_of(args, train_dataset, processes),
+        plan,
+        memory=memory,
         prompts=prompts,
         rewards=try_rewards(functions, next(iter(train_dataset)), processing_class),
     )
@@ -307,6 +332,17 @@ def arithmetic_of(args: BAPOConfig, train_dataset: Any, processes: int | None = 
 def processes_of_launcher() -> int:
     """Return the number of processes of the launcher that started this one."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def sharding_of(args: BAPOConfig, processes: int) -> Sharding:
+    """Return how a model is divided over the processes, by the settings and the launcher of this process."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is not None:
+        zero = plugin.deepspeed_config.get("zero_optimization", {})
+        return Sharding.of_zero(zero, processes)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        return Sharding(processes, stage=3)
+    return Sharding(processes)
 
 
 def aligned_rows(rows: Iterable[tuple[str, str]]) -> str:
@@ -350,6 +386,33 @@ def _staleness(run: DryRun) -> str:
     ]
     where = _processes(here) if args.has_fixed_samples else "any number of processes"
     return f"Staleness, on {where}\n{aligned_rows(rows)}\n  {advice_line(args)}".rstrip()
+
+
+def _memory(args: BAPOConfig, plan: MemoryPlan) -> str:
+    columns = list(plan.columns.values())
+    switched = "sum without gradient checkpointing" if plan.checkpointing else "sum with gradient checkpointing"
+    rows = {
+        "weights": [each.weights for each in columns],
+        "gradients": [each.gradients for each in columns],
+        "optimizer states": [each.optimizer for each in columns],
+        "reference model": [each.reference for each in columns],
+        "activations and logits": [each.activations for each in columns],
+        "vLLM": [each.sampler for each in columns],
+        "sum": [each.update for each in columns],
+        switched: plan.otherwise,
+        f"while {plan.sampled_rows} samples are sampled": [each.sampling for each in columns],
+    }
+    cells = {name: [f"{value / GIB:.2f}" for value in values] for name, values in rows.items() if any(values)}
+    cells = {"completions": list(plan.columns), **cells}
+    widths = [max(map(len, column)) for column in zip(*cells.values(), strict=True)]
+    lines = [
+        (name, "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        for name, row in cells.items()
+    ]
+    where = "process" if args.use_cpu else "GPU"
+    title = f"Memory per {where} in GiB, estimated; micro-batches of {plan.rows} samples"
+    notes = ["Not counted: images, fragmentation, and the libraries' own memory.", *plan.notes]
+    return "\n".join([title, aligned_rows(lines), *(f"  {note}" for note in notes)])
 
 
 def _evaluation(run: DryRun) -> str:

@@ -108,8 +108,15 @@ class BAPOScriptArguments(ScriptArguments):
     dry_run: bool = field(
         default=False,
         metadata={
-            "help": "Whether to only print what the run would do: samples, updates, staleness, the first prompt, and "
-            "the value of each reward function. Loads no weights and writes nothing."
+            "help": "Whether to only print what the run would do: samples, updates, staleness, memory, the first "
+            "prompt, and the value of each reward function. Loads no weights and writes nothing."
+        },
+    )
+    dry_run_mean_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Mean number of tokens of a completion, for which `dry_run` also estimates the memory. By "
+            "default, it only assumes that all completions have `max_completion_length` tokens."
         },
     )
 

@@ -7,12 +7,13 @@
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from accelerate.commands import launch
@@ -24,6 +25,9 @@ from ..errors import InputError
 from .commands import EVALUATE, TRAIN
 from .failures import FLAG, INTERRUPTED
 
+
+if TYPE_CHECKING:
+    from ..plan.memory import Sharding
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = {path.stem: path for path in sorted((PACKAGE / "accelerate_configs").glob("*.yaml"))}
@@ -47,7 +51,9 @@ def main(arguments: Sequence[str], plans: bool = False) -> None:
 
         validated, _, _ = launch._validate_launch_command(args)
         name, *flags = (each for each in args.training_script_args if each != FLAG)
-        return print_plan(flags, EVALUATE if name == "evaluate" else TRAIN, validated.num_processes or 1)
+        processes = validated.num_processes or 1
+        command = EVALUATE if name == "evaluate" else TRAIN
+        return print_plan(flags, command, processes, _sharding(validated, processes))
     if is_ours and args.traceback:
         args.training_script_args.append(FLAG)
     launch.simple_launcher = _become_rank
@@ -102,6 +108,17 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         args.training_script_args = [args.training_script, *args.training_script_args]
         _set(args, training_script="bapo_trl", module=True)
     return args
+
+
+def _sharding(args: argparse.Namespace, processes: int) -> "Sharding":
+    """Return how a launch with these completed arguments divides the model over the processes."""
+    from ..plan.memory import Sharding
+
+    if args.use_deepspeed:
+        path = args.deepspeed_config_file
+        zero = json.loads(Path(path).read_text())["zero_optimization"] if path else {"stage": args.zero_stage}
+        return Sharding.of_zero(zero, processes)
+    return Sharding(processes, stage=3 if args.use_fsdp else 0)
 
 
 def _set(args: argparse.Namespace, **values: Any) -> None:

@@ -13,26 +13,34 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers import training_args as of_transformers
 from transformers.integrations import get_reporting_integration_callbacks
+from trl import get_peft_config, get_quantization_config
 
 from ..errors import InputError
 from ..inputs.setting_warnings import setting_warnings
 from ..plan.dry_run import arithmetic_of, check_fit, dry_run, processes_of_launcher
+from ..plan.memory import Sharding
 from ..report.facts import method_name
 from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
 from .earlier_run import check_checkpoint, check_start
 from .models import Parts, load_processing_class, merged_folder, merges_alone, parts_of
-from .preparation import Inputs, gather_inputs, load_data_and_rewards
+from .preparation import Inputs, gather_inputs, init_kwargs_of, load_data_and_rewards
 
 
 _DRY_RUN = "dry run, no weights are loaded, nothing is written."
 
 
-def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: int | None = None) -> None:
+def print_plan(
+    arguments: Sequence[str],
+    command: Command = TRAIN,
+    processes: int | None = None,
+    sharding: Sharding | None = None,
+) -> None:
     """
     Print what a run with these flags would do, then raise the errors that it would raise.
 
-    Parts that need data or a model that cannot be loaded are left out.
+    Parts that need data or a model that cannot be loaded are left out. `processes` and `sharding` are by default those
+    of the launcher that started this process.
 
     Raises:
         InputError: At the end, for everything that would stop the run, or OSError where it is one. At once, for
@@ -55,7 +63,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
             parts = parts_of(settings.model.model_name_or_path, settings.model.model_revision)
             check_start(settings, parts)
         if not merges_alone(settings):
-            _print_run(settings, parts, processes, problems)
+            _print_run(settings, parts, processes, sharding, problems)
         elif len(parts) > 1:
             with _collecting(problems):
                 load_processing_class(parts, settings.training.trust_remote_code)
@@ -68,9 +76,11 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
         raise InputError(f"{len(problems)} problems. {numbered}")
 
 
-def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[Exception]) -> None:
+def _print_run(
+    settings: Settings, parts: Parts, processes: int, sharding: Sharding | None, problems: list[Exception]
+) -> None:
     """Print what a training or an evaluation would do, and add what would stop it to the problems."""
-    script_args, training_args, *_ = settings
+    script_args, training_args, model_args, _ = settings
     title, prompts, inputs = script_args.dataset_name or script_args.eval_dataset or "no data", None, None
     with _collecting(problems):
         found = load_data_and_rewards(settings)
@@ -79,13 +89,25 @@ def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[
         if parts:  # else they were rejected
             inputs = gather_inputs(settings, parts, *found)
             prompts = inputs.data.prompts
-    plan = arithmetic_of(training_args, prompts, processes)
+    plan, mean_length = arithmetic_of(training_args, prompts, processes), None
+    with _collecting(problems):
+        mean_length = _mean_length(settings)
     with _collecting(problems):
         if inputs is not None:
             name, revision = inputs.parts[-1]  # an adapter has the configuration of its base
-            given: Any = training_args.model_init_kwargs or {}
-            training_args.model_init_kwargs = {"revision": revision, **given}
-            plan = dry_run(training_args, name, inputs.reward_funcs, prompts, inputs.processing_class, processes)
+            training_args.model_init_kwargs = init_kwargs_of(training_args, model_args, revision)
+            plan = dry_run(
+                training_args,
+                name,
+                inputs.reward_funcs,
+                prompts,
+                inputs.processing_class,
+                processes,
+                peft_config=_adapter(settings, inputs.parts),
+                quantization_config=get_quantization_config(model_args),
+                mean_length=mean_length,
+                sharding=sharding,
+            )
             problems += map(InputError, plan.problems)
             _check_as_the_trainer(settings, inputs, problems)
     if training_args.distributed_state.is_main_process:
@@ -95,6 +117,27 @@ def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[
         for message in setting_warnings(training_args, of_model) if training_args.do_train else ():
             print(f"\nWarning: {message}")
         sys.stdout.flush()
+
+
+def _mean_length(settings: Settings) -> int | None:
+    """Return the mean length to estimate the memory for; raise an `InputError` if completions can't have it."""
+    mean, limit = settings.script.dry_run_mean_length, settings.training.max_completion_length
+    if mean is not None and not 1 <= mean <= (limit or mean):
+        raise InputError(
+            f"`dry_run_mean_length` is {mean}, but completions have 1 to {limit} tokens (`max_completion_length`): "
+            "set it to a number of these, or leave it out."
+        )
+    return mean
+
+
+def _adapter(settings: Settings, parts: Parts) -> Any:
+    """Return the configuration of the adapter that is trained, if one is."""
+    if len(parts) == 1:
+        return get_peft_config(settings.model)
+    from peft import PeftConfig
+
+    adapter, revision = parts[0]
+    return PeftConfig.from_pretrained(adapter, revision=revision)
 
 
 def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exception]) -> None:

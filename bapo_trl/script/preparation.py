@@ -140,15 +140,20 @@ def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
     on_main_process(lambda: check_fit(config, processing_class, args, datasets))  # reads all prompts
 
 
-def _model_argument(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
-    """Return what the trainer is to be given: a model's name and its quantization, or a saved adapter, loaded."""
-    init_kwargs: dict[str, Any] = {
-        "revision": model_args.model_revision,
+def init_kwargs_of(training_args: BAPOConfig, model_args: ModelConfig, revision: str | None) -> dict[str, Any]:
+    """Return the arguments that the model is loaded with."""
+    return {
+        "revision": revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft),
         "trust_remote_code": training_args.trust_remote_code,
         **(training_args.model_init_kwargs or {}),  # type: ignore[dict-item]
     }
+
+
+def _model_argument(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
+    """Return what the trainer is to be given: a model's name and its quantization, or a saved adapter, loaded."""
+    init_kwargs = init_kwargs_of(training_args, model_args, model_args.model_revision)
     quantization = get_quantization_config(model_args)
     if len(inputs.parts) == 1:
         training_args.model_init_kwargs = init_kwargs

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from datasets import Dataset, DatasetDict
 from datasets import config as datasets_config
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Config
 
 from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.errors import InputError
@@ -18,7 +18,7 @@ from bapo_trl.plan.dry_run import look_at_prompts
 from bapo_trl.script import models
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
-from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, flags, run, train_bapo
+from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, chat_tokenizer, fill_folder, flags, run, train_bapo
 from tests.helpers.toy import ON_GPU, opt_model, toy_model
 from tests.script.test_recipes import AIME24, GSM8K, SKYWORK
 
@@ -111,9 +111,62 @@ def test_the_function_of_notebooks_says_the_same(capsys, tmp_path):
     args = BAPOConfig(
         "out", use_cpu=True, bf16=False, per_device_train_batch_size=6, gradient_accumulation_steps=1,
         steps_per_generation=2, num_generations=3, max_completion_length=6, learning_rate=2e-2, max_steps=2,
+        gradient_checkpointing=False,
     )  # fmt: skip
     found = dry_run(args, "model", has_digit, Dataset.from_json("train.jsonl"))
     assert out.rstrip() == f"BAPO on train.jsonl: {A_DRY_RUN}\n\n{found}"
+
+
+def memory(out):
+    """Return the rows of the table of memory, GiB by column."""
+    table = out.partition("\nMemory per process in GiB, estimated; micro-batches of 6 samples\n")[2].partition("\n\n")[
+        0
+    ]
+    rows = [re.split(r"  +", line.strip()) for line in table.splitlines()]
+    return {
+        name: [float(cell) for cell in cells] for name, *cells in rows if re.fullmatch(r"[\d.]+", "".join(cells[:1]))
+    }
+
+
+def test_the_memory_of_a_run(capsys, tmp_path):
+    config = Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained("large")
+    chat_tokenizer().save_pretrained("large")
+    large = {"dataset_name": "train.jsonl", "model_name_or_path": "large", "max_completion_length": "2000"}
+    tuned = {"use_peft": "true", "lora_target_modules": "all-linear"}
+
+    def table(launch=(), command="train", **settings):
+        with nothing_written(tmp_path):
+            cli.main([*launch, command, *flags(**large, dry_run="true", **settings)])
+        return memory(capsys.readouterr().out)
+
+    full, with_mean = table(), table(dry_run_mean_length="100")
+    assert full["weights"] == full["gradients"] == [2.35]  # 630 million in float32
+    assert full["optimizer states"] == [4.70]
+    assert full["sum with gradient checkpointing"] < full["sum"]
+    assert full["while 12 samples are sampled"] > full["weights"]
+    assert "reference model" not in full
+    assert [with_mean["weights"], with_mean["sum"][:1]] == [full["weights"] * 2, full["sum"]]
+    assert with_mean["sum"][1] < with_mean["sum"][0]
+    checkpointed = table(gradient_checkpointing="true")
+    assert checkpointed["sum"] == full["sum with gradient checkpointing"]
+    assert checkpointed["sum without gradient checkpointing"] == full["sum"]
+    assert table(dtype="bfloat16")["weights"] == [1.17]
+    assert table(**tuned)["optimizer states"] < [0.1]
+    assert table(beta="0.1")["reference model"] == full["weights"]
+    sharded = table(launch=["launch", "--accelerate", "cpu_zero3", "--num_processes", "4"])
+    assert sharded["weights"] == sharded["gradients"] == [0.59]  # a quarter, computed in float32
+    assert table(command="evaluate") == {}
+
+
+@pytest.mark.parametrize("mean", ["0", "7"])
+def test_a_mean_length_that_completions_cannot_have(mean, capsys):
+    with pytest.raises(InputError, match=f"`dry_run_mean_length` is {mean}, but completions have 1 to 6 tokens"):
+        run(dataset_name="train.jsonl", dry_run="true", dry_run_mean_length=mean)
+    assert "Memory per process" in capsys.readouterr().out
 
 
 BROKEN_REWARDS = """
@@ -154,6 +207,7 @@ PARTIAL = {"partial_rollout_oversampling": "1.5", "partial_rollout_chunk_length"
         ({"use_liger_kernel": "true"}, "`use_liger_kernel` needs the package liger_kernel"),
         ({"optim": "adamw_8bit"}, "`optim` is 'adamw_8bit'|bitsandbytes"),
         ({"push_to_hub": "true"}, "push_to_hub|offline"),
+        ({"use_peft": "true", "lora_target_modules": "nothing"}, "Target modules .*nothing.* not found"),
         ({"sync_ref_model": "true"}, "(?s)`?sync_ref_model.*beta"),
         ({"sync_ref_model": "true", "beta": "0.1", "use_peft": "true"}, "(?i)sync_ref_model.*(adapter|peft)"),
         ({"save_strategy": "best"}, "metric_for_best_model` (is not set|must be provided)"),

@@ -1,0 +1,240 @@
+"""The memory that a dry run estimates, against peaks that were measured on GPUs and tensors that torch keeps."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from bapo_trl import BAPOConfig
+from bapo_trl.plan.dry_run import sharding_of
+from bapo_trl.plan.memory import (
+    GIB,
+    BatchShape,
+    Precision,
+    Sharding,
+    activations,
+    estimate,
+    model_states,
+    plan_memory,
+    quantized_weight_bytes,
+    shape_of,
+)
+from bapo_trl.script.planning import as_in_processes
+from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_7B, SIZES, Shape, lora, make_model
+from benchmarks.gpu_first_run.trainers import PROMPT_TOKENS, Setup, settings_for
+from tests.helpers.commands import ROOT
+
+
+BF16, MIXED = Precision(weight=2, compute=2), Precision(weight=4, compute=2)
+KINDS = ("grpo", "batch", "micro_batch", "carried_over")
+LOADS = {load.name: load for load in SIZES["full"].loads}
+
+
+def on_gpu(folder, **settings):
+    with as_in_processes(1, on_gpus=True):
+        try:
+            return BAPOConfig(folder, **settings)
+        except ValueError:  # without a GPU
+            return BAPOConfig(folder, use_cpu=True, bf16=True, **settings)
+
+
+def config_of(shape: Shape):
+    return make_model(shape, "meta", torch.float32, 0).config
+
+
+def measured():
+    """Yield the load and the peak of each measurement of an update's memory."""
+    for card in ("h100", "h200"):
+        results = json.loads((ROOT / f"benchmarks/results/gpu_{card}.json").read_text())
+        for name, row in results["parts"]["memory"]["cases"].items():
+            yield from (pytest.param(name, row[kind]["peak_bytes"], id=f"{card}-{name}-{kind}") for kind in KINDS)
+
+
+@pytest.mark.parametrize(("name", "peak"), measured())
+def test_the_peak_of_an_update_is_that_of_a_gpu(name, peak, tmp_path):
+    load = LOADS[name]
+    args = on_gpu(tmp_path, **settings_for(Setup("cuda", "full", 0), load.rows, load.completion_tokens))
+    args.use_cpu = False  # as it was there
+    adapter = lora() if load.uses_lora else None
+    dtype = torch.bfloat16 if load.uses_lora else torch.float32
+    plan = plan_memory(args, config_of(load.shape), dtype, PROMPT_TOKENS, 0, adapter)
+    (found,) = plan.columns.values()
+    assert found.update == pytest.approx(peak, rel=0.05)
+    kept = found.weights + found.gradients + found.optimizer
+    assert found.activations == pytest.approx(peak - kept, rel=0.15)
+
+
+def kept_bytes(model, num_rows, width):
+    """Return the bytes that autograd keeps of a forward pass of the layers in bfloat16, less weights."""
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor, so that its storage is not used again
+        return tensor
+
+    ids = torch.randint(0, 100, (num_rows, width))
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        model.model(input_ids=ids, attention_mask=mask, use_cache=False)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("precision", "uses_lora"), [(MIXED, False), (BF16, True)])
+def test_without_checkpointing_a_layer_keeps_what_autograd_keeps(precision, uses_lora, attention):
+    sizes, config, rows, width = [], None, 2, 100
+    for num_layers in (1, 3):
+        config = Qwen2Config(
+            vocab_size=100, hidden_size=256, intermediate_size=1024, num_hidden_layers=num_layers,
+            num_attention_heads=8, num_key_value_heads=2, attn_implementation=attention,
+        )  # fmt: skip
+        model = Qwen2ForCausalLM(config).to(torch.float32 if precision.weight == 4 else torch.bfloat16)
+        if uses_lora:
+            get_peft_model(model, LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM"))
+        sizes.append(kept_bytes(model, rows, width))
+    adapter = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM") if uses_lora else None
+    shape, batch = shape_of(config, adapter), BatchShape(rows, 0, width)
+    more = [activations(replace(shape, num_layers=layers), precision, batch, False, attention) for layers in (1, 3)]
+    assert (more[1] - more[0]) / 2 == pytest.approx((sizes[1] - sizes[0]) / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [QWEN_05B, QWEN_7B])
+def test_gradient_checkpointing_needs_a_fraction(shape):
+    for adapter, precision in ((None, MIXED), (lora(), BF16)):
+        model, batch = shape_of(config_of(shape), adapter), BatchShape(4, 100, 2000)
+        with_, without = (activations(model, precision, batch, checkpointing) for checkpointing in (True, False))
+        assert with_ < 0.35 * without
+
+
+def test_lora_keeps_no_gradients_of_the_frozen_weights():
+    config, adapter = config_of(QWEN_05B), lora()
+    full, tuned = shape_of(config), shape_of(config, adapter)
+    assert adapter.target_modules == "all-linear"  # as it was given
+    assert full.trained == full.weights == tuned.weights == 494_032_768
+    assert tuned.trained == tuned.adapter == 8_798_208
+    states = model_states("adamw_torch_fused", full, MIXED, Sharding())
+    assert (states.gradients, states.optimizer) == (4 * full.trained, 8 * full.trained)
+    of_lora = model_states("adamw_torch_fused", tuned, BF16, Sharding())  # an adapter is float32
+    assert of_lora.weights == 2 * tuned.weights + 4 * tuned.adapter
+    assert (of_lora.gradients, of_lora.optimizer) == (4 * tuned.adapter, 8 * tuned.adapter)
+
+
+def test_a_saved_adapter_is_trained_on():
+    saved = lora()
+    saved.inference_mode = True
+    assert shape_of(config_of(QWEN_05B), saved).trained == 8_798_208
+
+
+def test_zero_divides_the_states_and_ddp_copies_the_gradients():
+    shape = shape_of(config_of(QWEN_05B))
+
+    def states(*sharding):
+        found = model_states("adamw_torch_fused", shape, BF16, Sharding(*sharding))
+        return [each / shape.weights for each in (found.weights, found.gradients, found.optimizer)]
+
+    assert states(1, 3, True) == [2, 2, 12]
+    assert states(8, 3, True) == [0.25, 0.25, 1.5]
+    assert states(8, 2, True) == [2, 0.25, 1.5]
+    assert states(8, 3, True, ("optimizer", "param")) == [0, 0.25, 0]
+    assert states(8) == [2, 4, 4]
+    assert Sharding.of_zero({"stage": 3, "offload_param": {"device": "cpu"}}, 8) == Sharding(8, 3, True, ("param",))
+
+
+def test_the_launcher_says_how_a_model_is_divided(tmp_path, monkeypatch):
+    args = BAPOConfig(tmp_path, use_cpu=True, bf16=False)
+    assert sharding_of(args, 4) == Sharding(4)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert sharding_of(args, 4) == Sharding(4, stage=3)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": zero})
+    assert sharding_of(args, 4) == Sharding(4, 2, True, ("optimizer",))
+
+
+def test_a_rank_of_zero_3_gathers_weights_while_it_computes_and_samples(tmp_path):
+    args = BAPOConfig(tmp_path, use_cpu=True, bf16=False)
+    shape, batches = shape_of(config_of(QWEN_7B)), [BatchShape(1, 100, 900)]
+    alone, divided = (
+        estimate(args, shape, BF16, batches, 4, True, sharding=Sharding(8, stage, True)) for stage in (2, 3)
+    )
+    layer = 233_057_792
+    assert divided.activations - alone.activations == 2 * (2 * 152_064 * 3584 + 2 * layer)
+    assert divided.sampling - divided.weights == alone.sampling
+
+
+@pytest.mark.parametrize(
+    ("optim", "per_weight"),
+    [("adamw_torch_fused", 8), ("adamw_8bit", 2), ("sgd", 0), ("lion_32bit", 4), ("paged_lion_8bit", 1)],
+)
+def test_optimizers_differ_in_their_states(optim, per_weight):
+    shape = shape_of(config_of(QWEN_05B))
+    assert model_states(optim, shape, MIXED, Sharding()).optimizer == per_weight * shape.weights
+
+
+def test_4_bits_leave_embeddings_head_and_norms():
+    assert quantized_weight_bytes(None) is None
+    assert quantized_weight_bytes({"load_in_8bit": True}) == 1
+    four_bits = quantized_weight_bytes({"load_in_4bit": True, "bnb_4bit_use_double_quant": False})
+    assert four_bits == 0.5625  # and 4 bytes for each 64 weights
+    assert 0.5 < quantized_weight_bytes({"_load_in_4bit": True, "bnb_4bit_use_double_quant": True}) < 0.52
+    shape = shape_of(config_of(QWEN_7B), lora())
+    quantized = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 3584 * 18944)
+    assert shape.linear == quantized
+    states = model_states("adamw_torch", shape, Precision(2, 2, four_bits), Sharding())
+    assert states.weights == 2 * (shape.weights - quantized) + 0.5625 * quantized + 2 * shape.adapter
+    assert 5 < states.weights / GIB < 6
+
+
+def test_vllm_the_reference_model_and_sampling(tmp_path):
+    args = BAPOConfig(tmp_path, use_cpu=True, bf16=False, num_generations=2, per_device_train_batch_size=2)
+    shape, batches = shape_of(config_of(QWEN_05B)), [BatchShape(2, 100, 900)]
+    alone = estimate(args, shape, MIXED, batches, 64, True)
+    cache = 64 * 1000 * 2 * 24 * 128 * 4  # samples, tokens, keys and values, layers, width, bytes
+    assert alone.sampling > alone.weights + alone.optimizer + cache
+    args.beta = 0.1
+    assert estimate(args, shape, MIXED, batches, 64, True).update == alone.update + alone.weights
+    with_lora = estimate(args, shape_of(config_of(QWEN_05B), lora()), MIXED, batches, 64, True)
+    assert with_lora.reference == 0
+    args.beta, args.use_vllm, args.vllm_mode = 0.0, True, "colocate"
+    with_vllm = estimate(args, shape, MIXED, batches, 64, True, gpu_memory=80 * GIB)
+    assert with_vllm.sampler == args.vllm_gpu_memory_utilization * 80 * GIB
+    assert (with_vllm.update, with_vllm.sampling) == (alone.update + with_vllm.sampler, 0)
+    args.vllm_enable_sleep_mode = True
+    assert estimate(args, shape, MIXED, batches, 64, True, gpu_memory=80 * GIB).update == alone.update
+
+
+def test_a_mean_length_counts_where_micro_batches_are_balanced(tmp_path):
+    config = config_of(QWEN_05B)
+    settings = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 8, "max_completion_length": 4000}
+
+    def at_limit_and_mean(mean=500, **others):
+        args = BAPOConfig(tmp_path, **settings, **others)
+        plan = plan_memory(args, config, "float32", 100, 64, mean_length=mean)
+        return [each.activations for each in plan.columns.values()], plan
+
+    (limit, mean), plan = at_limit_and_mean()
+    assert list(plan.columns) == ["all of 4000 tokens", "mean of 500"]
+    assert mean < 0.6 * limit  # a tile of logits is the same
+    assert plan.otherwise[0] > plan.columns["all of 4000 tokens"].update  # without gradient checkpointing
+    (_, at_most), _ = at_limit_and_mean(mean=1)  # one sample may still have the limit
+    assert at_most > 0.1 * limit
+    for others in ({"micro_batch_layout": "padded"}, {"loss_type": "bnpo"}):
+        (limit, mean), plan = at_limit_and_mean(**others)
+        assert mean == limit
+        assert plan.notes
+
+
+def test_the_tile_of_logits_is_trls():
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    from trl.trainer import utils
+
+    from bapo_trl.plan import memory
+
+    assert memory._TILE == (kernels.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE)
