@@ -24,7 +24,7 @@ E2E_EDITABLE = $(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-d
 	--config-settings editable_mode=compat --editable . --editable plugins/vllm_gloo && \
 	rm -rf *.egg-info plugins/vllm_gloo/*.egg-info
 
-.PHONY: demo demo-llm notebooks test test-all test-gpu test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
+.PHONY: demo demo-llm notebooks test test-all golden test-gpu test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
 
 demo: $(VENV)/.installed
 	@$(OFFLINE) $(BIN)/python train_bapo.py
@@ -41,6 +41,10 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) -m slow $(PYTEST_FLAGS)
+
+# Writes tests/golden/curves.json anew, and prints what moved
+golden: $(VENV)/.installed-test
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m tests.golden
 
 # Trainer, replay, partial rollouts, resume and command line with their toy models on a GPU
 GPU_TESTS := $(wildcard tests/test_*.py) tests/evaluation tests/replay tests/rollouts tests/script tests/vllm_server

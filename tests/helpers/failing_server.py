@@ -165,7 +165,7 @@ class ModelServer:
         ids = torch.tensor(prompts)
         for _ in range(num_tokens):
             rows = self.served(ids).logits[:, -1].log_softmax(-1)
-            new = [torch.multinomial(row.exp(), 1, generator=each) for row, each in zip(rows, randoms, strict=True)]
+            new = [self.draw(row, each) for row, each in zip(rows, randoms, strict=True)]
             for row, token, mine, logp in zip(rows, new, tokens, logps, strict=True):
                 if mine[-1:] != [end]:
                     mine.append(token.item())
@@ -183,6 +183,9 @@ class ModelServer:
             }
             for prompt, mine, logp in zip(prompts, tokens, logps, strict=True)
         ]
+
+    def draw(self, logps: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        return torch.multinomial(logps.exp(), 1, generator=random)
 
 
 @contextmanager

@@ -1,0 +1,4 @@
+from tests.golden.curves import main
+
+
+main()
