@@ -68,6 +68,7 @@ CLIENT_METHODS: Mapping[str, Sequence[str]] = {
 OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "_calculate_rewards": ("inputs", "prompts", "completions"),
     "_compute_loss": ("model", "inputs"),
+    "_generate": ("prompts",),
     "_generate_and_score_completions": ("inputs",),
     "_generate_single_turn": ("prompt_ids",),
     "_get_grad_norm": (),
@@ -97,7 +98,6 @@ ones that the overrides read."""
 
 CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
     "_calculate_rewards": (5, ()),
-    "_generate": (2, ()),
     "_generate_single_turn": (4, ("num_generations",)),
     "_get_output_dir": (2, ()),
     "_get_per_token_logps_and_entropies": (5, ("batch_size", "compute_entropy", *FORWARD_KEYS)),
