@@ -290,6 +290,13 @@ def test_rows_without_an_answer_are_counted(folder, capsys):
     assert sys.modules["my_rewards"].seen["2+1="] == "0.00001"
 
 
+def test_a_null_in_a_nested_answer_is_a_missing_answer(folder, capsys):
+    rows = [{"prompt": f"{a}+1=", "meta": meta} for a, meta in enumerate(({"gold": "5"}, None, {"gold": None}))]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(do_train="false", eval_dataset="rows.jsonl", answer_column="meta.gold", reward_funcs="accuracy_reward")
+    assert "\nLeft out, without a reward: 2 of 3 prompts\n" in capsys.readouterr().out
+
+
 def test_no_answer_and_no_source_ends_an_evaluation(folder):
     rows = [{"prompt": f"{a}+1=", "data_source": a % 2} for a in range(4)]
     Dataset.from_list(rows).to_json("some.jsonl")
@@ -454,6 +461,7 @@ def test_an_evaluation_reports_prompts_that_differ_from_training(folder, capsys)
     run(dataset_name="train.jsonl", save_strategy="steps", save_steps=1, **formed)
     for saved in ("out", "out/checkpoint-1"):
         alone = {"do_train": "false", "eval_dataset": "test.jsonl", "output_dir": "new", "model_name_or_path": saved}
+        alone["overwrite_output_dir"] = "true"
         capsys.readouterr()
         run(**alone)
         other = f"Note: {saved} was trained with different prompts: `prompt_template` 'Q: {{prompt}}', now None.\n"
