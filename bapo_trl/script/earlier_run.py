@@ -112,7 +112,7 @@ def remove_earlier_run(run_dir: Path) -> None:
     """Delete the checkpoints, the model and the evaluation of an earlier run, with its state, settings and report."""
     found = _find_trained(run_dir)
     beside = [path for pattern in _RUN_FILES for path in run_dir.glob(pattern)] if found else []
-    for path in [*found, *beside]:
+    for path in dict.fromkeys([*found, *beside]):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
