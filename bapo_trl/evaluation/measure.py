@@ -1,9 +1,8 @@
 """Sample several completions per prompt, save them, and compute accuracies and mean rewards."""
 
-import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,13 +14,13 @@ from xxhash import xxh3_128
 
 from ..batch.reward_sums import best_of_k, weighted_sums
 from ..checkpoints.rank_errors import on_main_process
+from ..errors import InputError
 from .accuracy import Estimate, PromptResult, summarize
-from .answers import canonical
+from .answers import canonical, completion_text
 from .equality import same_answer, same_text
-from .sampling import Completion, EvaluatedTrainer
+from .sampling import SOURCE_COLUMN, Completion, EvaluatedTrainer
 
 
-SOURCE_COLUMN = "data_source"
 _SAMPLING_SETTINGS = (
     "seed", "bf16", "fp16", "use_vllm", "cast_lm_head_to_fp32", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "max_completion_length", "generation_kwargs", "chat_template_kwargs",
@@ -62,6 +61,7 @@ def evaluate(
     path: Path,
     extract_answer: Callable[[str], str | None] | None = None,
     origin: Any = None,
+    replaces: bool = True,
 ) -> Evaluation:
     """
     Sample `num_generations_eval` completions for each prompt, score them, and return the accuracy.
@@ -72,31 +72,40 @@ def evaluate(
         trainer ([`~sampling.EvaluatedTrainer`]): Trainer with the model and the reward functions.
         dataset (`Dataset` or `IterableDataset`): Prompts, and the columns that the reward functions need. If prompts
             differ in their `data_source`, the accuracy of each source is reported as well.
-        path (`Path`): JSON Lines file that the completions are written to.
+        path (`Path`): JSON Lines file that the completions are written to, batch by batch.
         extract_answer (`Callable[[str], str | None]`, *optional*): Function that finds the answer in a completion,
             for maj@k.
-        origin (*optional*): Description of the loaded model, as JSON. If `path` holds the completions of an evaluation
-            with the same origin, rows, source of the reward functions and sampling settings, they are used and
-            nothing is sampled. Only the main process reads it.
+        origin (*optional*): Description of the loaded model, as JSON. Completions in `path` that were sampled with the
+            same origin, prompts and sampling settings are not sampled again, but scored again. Only the main process
+            reads it.
+        replaces (`bool`, *optional*, defaults to `True`): Whether the completions of another evaluation in `path` are
+            replaced. Otherwise, an `InputError` is raised.
 
     Returns:
         [`Evaluation`]: The results, the same on all processes.
     """
     rows = list(dataset) if isinstance(dataset, IterableDataset) else dataset
-    num_completions = trainer.num_generations_eval
+    num_completions, names = trainer.num_generations_eval, trainer.reward_func_names
     key = on_main_process(lambda: None if origin is None else _key(trainer, rows, origin))
-    if not on_main_process(lambda: key is not None and _has(path, key)):
-        sampled = trainer.sample_completions(rows, num_completions) if len(rows) else []
 
-        def write() -> None:
-            records = [
-                _as_record(sampled[prompt * num_completions + number], prompt, number, row, trainer.reward_func_names)
-                for prompt, row in enumerate(rows)
-                for number in range(num_completions)
-            ]
-            _write(path, records, key)
+    def start() -> dict[int, Completion]:
+        kept = {} if key is None else _read_kept(path, key, num_completions)
+        if not replaces and not kept and path.is_file() and path.stat().st_size:
+            raise InputError(
+                f"`output_dir` is {path.parent}, which holds {path.name} of another evaluation (its model, prompts or "
+                "sampling settings differ): give another --output_dir, or replace it with --overwrite_output_dir true."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, kept, num_completions, names, key)  # without what a killed evaluation wrote in part
+        return kept
 
-        on_main_process(write)
+    def save(sampled: dict[int, Completion]) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(_lines(sampled, num_completions, names, key))
+
+    kept = on_main_process(start)
+    scored = trainer.sample_completions(rows, num_completions, kept, save) if len(rows) else []
+    on_main_process(lambda: _write(path, dict(enumerate(scored)), num_completions, names, key))
     return on_main_process(lambda: count(_read(path), num_completions, trainer.reward_weights, extract_answer))
 
 
@@ -153,60 +162,78 @@ def _votes(answers: Sequence[str | None]) -> tuple[str | None, ...]:
 
 
 def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:
-    """Return a hash of everything that determines the completions and their rewards."""
+    """Return a hash of everything that determines the completions."""
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
-    loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
-    made_of = [origin, loaded, settings, trainer.num_generations_eval, trainer.reward_func_names]
-    digest = xxh3_128(json.dumps(made_of, sort_keys=True, default=str).encode())
-    for function in trainer.reward_funcs:
-        digest.update(_source_of(function))
-    for row in rows:  # with the right answers
-        digest.update(json.dumps([trainer.prompt_of(row), row], sort_keys=True, default=str).encode())
+    config, template = trainer.model.config, getattr(trainer.processing_class, "chat_template", None)
+    loaded = [str(trainer.model.dtype), getattr(config, "quantization_config", None), config._commit_hash, template]
+    digest = xxh3_128()
+    for part in ([origin, loaded, settings, trainer.num_generations_eval], *map(trainer.prompt_of, rows)):
+        digest.update(json.dumps(part, sort_keys=True, default=_described).encode())
     return digest.hexdigest()[:16]
 
 
-def _source_of(function: Any) -> bytes:
-    """Return the source of the module that defines a reward function; empty for a model or a notebook."""
-    try:
-        return Path(inspect.getsourcefile(inspect.unwrap(function)) or "").read_bytes()
-    except (TypeError, OSError):
-        return b""
+def _described(value: Any) -> str:
+    return xxh3_128(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)  # of images
 
 
-def _has(path: Path, key: str) -> bool:
-    return path.is_file() and all(record.get("evaluation") == key for record in _read(path))
+def _read_kept(path: Path, key: str, num_completions: int) -> dict[int, Completion]:
+    """Return the completions of an evaluation with this key, by index; none if the file holds another."""
+    records = _read(path) if path.is_file() else []
+    if any(record.get("evaluation") != key for record in records):
+        return {}
+    return {
+        record["prompt_index"] * num_completions + record["number"]: Completion(
+            record["prompt"],
+            record.get(SOURCE_COLUMN),
+            record.get("messages", record["completion"]),
+            record["completion_ids"],
+            record["cut_off"],
+        )
+        for record in records
+    }
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    """Return the records in a file, up to a line that a killed process wrote in part."""
+    records = []
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                break
+    return records
 
 
-def _write(path: Path, records: Iterable[dict[str, Any]], key: str | None) -> None:
+def _write(path: Path, completions: Mapping[int, Completion], *details: Any) -> None:
     """Write completions atomically."""
-    kept = {} if key is None else {"evaluation": key}
     part = path.with_name(f"{path.name}.part")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps({**record, **kept}, ensure_ascii=False, default=str) for record in records)
-    part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    part.write_text("".join(_lines(completions, *details)), encoding="utf-8")
     part.replace(path)
 
 
-def _as_record(
-    completion: Completion, prompt_index: int, number: int, row: Mapping[str, Any], names: list[str]
-) -> dict[str, Any]:
-    first = completion.rewards[0]
-    return {
-        "prompt_index": prompt_index,
-        "number": number,
-        **({SOURCE_COLUMN: row[SOURCE_COLUMN]} if row.get(SOURCE_COLUMN) is not None else {}),
-        "prompt": row["prompt"],
-        "completion": completion.text,
-        "rewards": dict(zip(names, completion.rewards, strict=True)),
-        "correct": first is not None and first >= 1,
-        "tokens": completion.num_tokens,
-        "cut_off": completion.is_cut_off,
-    }
+def _lines(
+    completions: Mapping[int, Completion], num_completions: int, names: Sequence[str], key: str | None
+) -> Iterator[str]:
+    """Return a line for each completion, with its rewards once it is scored."""
+    for place, completion in completions.items():
+        record = {
+            "prompt_index": place // num_completions,
+            "number": place % num_completions,
+            **({} if completion.source is None else {SOURCE_COLUMN: completion.source}),
+            "prompt": completion.prompt,
+            "completion": completion_text(completion.given),
+            **({} if isinstance(completion.given, str) else {"messages": completion.given}),
+        }
+        if completion.rewards:
+            first = completion.rewards[0]
+            record["rewards"] = dict(zip(names, completion.rewards, strict=True))
+            record["correct"] = first is not None and first >= 1
+        record |= {
+            "tokens": len(completion.ids), "cut_off": completion.is_cut_off, "completion_ids": completion.ids,
+            **({} if key is None else {"evaluation": key}),
+        }  # fmt: skip
+        yield f"{json.dumps(record, ensure_ascii=False, default=str)}\n"
 
 
 def _answer(record: Mapping[str, Any], extract_answer: Callable[[str], str | None]) -> str | None:

@@ -12,22 +12,30 @@ from torch.utils.data import DataLoader
 from trl.data_utils import prepare_multimodal_messages
 
 from ..bapo_trainer import BAPOTrainer
+from ..checkpoints.rank_errors import on_main_process
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
-from .answers import completion_text
+from .answers import Text
+
+
+SOURCE_COLUMN = "data_source"
 
 
 class Completion(NamedTuple):
-    text: str  # without special tokens
-    num_tokens: int  # including the end token
+    prompt: Any
+    source: Any  # of the prompt, or `None`
+    given: Text  # as reward functions get it
+    ids: list[int]  # including the end token
     is_cut_off: bool  # reached the maximum length
-    rewards: list[float | None]  # one per reward function; `None` if the function returned none
+    rewards: list[float | None] = []  # one per reward function; `None` if the function returned none
 
 
 class EvaluatedTrainer(BAPOTrainer):
     """[`BAPOTrainer`] that can also sample and score completions of a dataset, for [`evaluate`]."""
 
     _row_of: Callable[[int], Mapping[str, Any]] | None = None  # set during `sample_completions`, which logs nothing
-    _sampled: dict[int, Completion] = {}  # completions by index, on the main process
+    _kept: Mapping[int, Completion] = {}  # of the completions that are only scored
+    _save_batch: Callable[[dict[int, Completion]], None] | None = None
+    _scored: dict[int, Completion] = {}  # by index, on the main process
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
         """Return the prompt of a row, including its images if the model takes images, as TRL does."""
@@ -36,30 +44,39 @@ class EvaluatedTrainer(BAPOTrainer):
             return row["prompt"]
         return prepare_multimodal_messages(row["prompt"], images=images)
 
-    def sample_completions(self, rows: Sequence[Mapping[str, Any]], num_completions: int = 1) -> list[Completion]:
+    def sample_completions(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        num_completions: int = 1,
+        kept: Mapping[int, Completion] | None = None,
+        save: Callable[[dict[int, Completion]], None] | None = None,
+    ) -> list[Completion]:
         """
         Sample and score completions for each row, `per_device_eval_batch_size` at a time on each process.
 
         A row has a `prompt` and the columns that the reward functions need. Rows are read batch by batch. The main
         process returns all completions in the order of the rows, the other processes an empty list. Sampling is seeded
-        with the trainer's seed and does not change the random states. Call this method on all processes.
+        with the trainer's seed and the batch, and does not change the random states. Call this method on all
+        processes.
+
+        The completions that are `kept` from an earlier call, by index, are only scored. The main process calls `save`
+        with the completions of each batch, by index, before they are scored.
         """
-        places: Any = range(len(rows) * num_completions)  # indices: accelerate prefetches a batch, rows can be large
-        loader: DataLoader = DataLoader(places, batch_size=self.args.eval_batch_size, collate_fn=list)
-        # Processes that share a colocated engine must sample the same tokens
-        sharing = self.args.vllm_tensor_parallel_size if self.use_vllm and self.vllm_mode == "colocate" else 1
-        own_seed = zlib.crc32(f"{self.args.seed} {self.accelerator.process_index // sharing}".encode())
+        kept, every = kept or {}, range(len(rows) * num_completions)
         num_generations, numpy_state = self.num_generations_eval, np.random.get_state()
-        self._row_of, self._sampled = lambda place: rows[place // num_completions], {}
+        self._row_of, self._save_batch, self._scored = lambda place: rows[place // num_completions], save, {}
         self.num_generations_eval = 1  # batches are not made of groups
         try:
             with forked_random_state(self.accelerator.device, self.model):
-                torch.manual_seed(own_seed)
-                np.random.seed(own_seed)  # a colocated vLLM draws the seeds of its requests from it
-                self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
-            return [completion for _, completion in sorted(self._sampled.items())]
+                for self._kept in (kept, {}) if kept else ({},):
+                    # Indices: accelerate prefetches a batch, rows can be large
+                    places: Any = [place for place in every if (place in kept) == bool(self._kept)]
+                    if places:
+                        loader: DataLoader = DataLoader(places, self.args.eval_batch_size, collate_fn=list)
+                        self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
+            return [completion for _, completion in sorted(self._scored.items())]
         finally:
-            self._row_of, self._sampled = None, {}
+            self._row_of, self._kept, self._save_batch, self._scored = None, {}, None, {}
             self.num_generations_eval = num_generations
             np.random.set_state(numpy_state)
             self._metrics["eval"].clear()
@@ -86,17 +103,31 @@ class EvaluatedTrainer(BAPOTrainer):
         if self._row_of is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
         rows = [copy.deepcopy(self._row_of(place)) for place in inputs]  # a reward may change what it gets
-        prompts = [row["prompt"] for row in rows]
+        found = [self._kept[place] for place in inputs] if self._kept else self._sample(inputs, rows)
+        of_all = gather_object(list(zip(inputs, found, strict=True)))  # the last batch may repeat samples as filler
+        if self._save_batch is not None and not self._kept:
+            save, new = self._save_batch, {place: each for place, each in of_all if place not in self._scored}
+            on_main_process(lambda: save(new))
+        completions, ids = (copy.deepcopy([getattr(each, part) for each in found]) for part in ("given", "ids"))
+        rewards = self._calculate_rewards(rows, [row["prompt"] for row in rows], completions, ids).tolist()  # of all
+        for (place, completion), values in zip(of_all, rewards, strict=True):
+            if self.accelerator.is_main_process:
+                scored = completion._replace(rewards=[None if value != value else value for value in values])
+                self._scored.setdefault(place, scored)
+        return None, None, None
+
+    def _sample(self, places: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[Completion]:
+        """Return a completion for each row, the same whether or not the batches before are sampled in this call."""
+        # Processes that share a colocated engine must sample the same tokens
+        sharing = self.args.vllm_tensor_parallel_size if self.use_vllm and self.vllm_mode == "colocate" else 1
+        batch = max(gather_object(list(places)))
+        seed = zlib.crc32(f"{self.args.seed} {self.accelerator.process_index // sharing} {batch}".encode())
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # a colocated vLLM draws the seeds of its requests from it
         with without_gradient_checkpointing(self.model):
             _, completion_ids, _, completions, *_ = self._generate([self.prompt_of(row) for row in rows])
-        rewards = self._calculate_rewards(rows, prompts, completions, completion_ids).tolist()  # of all processes
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        sampled = [
-            (place, completion_text(completion), len(ids), ids[-1] not in ends)
-            for place, completion, ids in zip(inputs, completions, completion_ids, strict=True)
+        return [
+            Completion(row["prompt"], row.get(SOURCE_COLUMN), completion, list(ids), ids[-1] not in ends)
+            for row, completion, ids in zip(rows, completions, completion_ids, strict=True)
         ]
-        for (place, text, length, is_cut_off), given in zip(gather_object(sampled), rewards, strict=True):
-            if self.accelerator.is_main_process:  # the last batch may repeat samples as filler
-                kept = [None if reward != reward else reward for reward in given]
-                self._sampled.setdefault(place, Completion(text, length, is_cut_off, kept))
-        return None, None, None

@@ -333,7 +333,7 @@ def _get(row: Mapping[str, Any], column: str) -> Any:
     if column in row:
         return row[column]
     name, _, field = column.partition(".")
-    return row[name][field]
+    return (row[name] or {}).get(field)  # a null is a missing value, as it is in a plain column
 
 
 def _form_prompt(prompt: Any, row: Mapping[str, Any], flags: BAPOScriptArguments, makes_chats: bool) -> Any:

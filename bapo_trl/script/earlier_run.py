@@ -55,13 +55,17 @@ def check_start(settings: Settings, parts: Parts) -> None:
                 f"`output_dir` is {run_dir}, which holds the model that the run starts from ({start}), and would lose "
                 "it: give another --output_dir."
             )
-    is_demo = script_args.dataset_name == EMBEDDED and run_dir == DEMO_FOLDER  # whose folder is nobody's work
-    if replaced and not (script_args.overwrite_output_dir or is_demo):
+    if replaced and not (script_args.overwrite_output_dir or is_demo(settings)):
         raise InputError(
             f"`output_dir` is {run_dir}, which holds {', '.join(path.name for path in replaced)} of an earlier run: "
             "resume from its checkpoints with --resume_from_checkpoint true, give another --output_dir, or delete "
             "them with --overwrite_output_dir true."
         )
+
+
+def is_demo(settings: Settings) -> bool:
+    """Whether the run is the built-in example in its own folder, which is nobody's work."""
+    return settings[0].dataset_name == EMBEDDED and settings[1].output_dir == DEMO_FOLDER
 
 
 def continues(training_args: BAPOConfig) -> bool:
@@ -105,10 +109,10 @@ def check_checkpoint(training_args: BAPOConfig) -> None:
 
 
 def remove_earlier_run(run_dir: Path) -> None:
-    """Delete the checkpoints and the model of an earlier run, with its state, settings, report and evaluation."""
+    """Delete the checkpoints, the model and the evaluation of an earlier run, with its state, settings and report."""
     found = _find_trained(run_dir)
     beside = [path for pattern in _RUN_FILES for path in run_dir.glob(pattern)] if found else []
-    for path in [*found, *beside]:
+    for path in dict.fromkeys([*found, *beside]):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -116,8 +120,9 @@ def remove_earlier_run(run_dir: Path) -> None:
 
 
 def _find_trained(run_dir: Path) -> list[Path]:
-    """Return the checkpoints and the files of the model."""
+    """Return the checkpoints, the files of the model, and the completions of an evaluation."""
     if not run_dir.is_dir():
         return []
     checkpoints = [run_dir / name for name in checkpoint_names(str(run_dir))]
-    return [*checkpoints, *sorted(path for path in run_dir.iterdir() if _MODEL.fullmatch(path.name))]
+    files = sorted(path for path in run_dir.iterdir() if _MODEL.fullmatch(path.name))
+    return [*checkpoints, *files, *run_dir.glob("eval_completions.jsonl")]

@@ -113,9 +113,12 @@ def _resolve(flag: str, name: str, known: dict[str, Callable]) -> Callable:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module_name), function_name)
+        found = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"`{flag}` has '{name}', which cannot be imported ({error}): check the path, and run from the folder "
             "that contains the module, or install its package."
         ) from error
+    if not callable(found):
+        raise InputError(f"`{flag}` has '{name}', which is no function but {type(found).__name__}: name a function.")
+    return found

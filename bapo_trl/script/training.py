@@ -1,12 +1,15 @@
 """What `bapo-trl train` and `train_bapo.py` do, from the settings to the report."""
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
+from xxhash import xxh3_128
 
 from ..bapo_config import BAPOConfig
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
@@ -22,9 +25,16 @@ from .arguments import EMBEDDED
 from .command_line import Settings
 from .console import UpdateLines, rewards_in_words, settings_table, without_bars_in_files
 from .datasets import prompt_lines
-from .earlier_run import check_resume, check_start, continues, remove_earlier_run, resume_argument
+from .earlier_run import check_resume, check_start, continues, is_demo, remove_earlier_run, resume_argument
 from .models import merge, merges_alone, parts_of
 from .preparation import Inputs, gather_inputs, load_data_and_rewards, make_trainer
+
+
+# What the completions of a model depend on, beside the tokenizer
+_MODEL_FILES = (
+    "*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "config.json", "adapter_config.json",
+    "generation_config.json",
+)  # fmt: skip
 
 
 def run(settings: Settings) -> None:
@@ -66,7 +76,8 @@ def run(settings: Settings) -> None:
                 on_main_process(lambda: remove_earlier_run(output_dir))
             before = _train(trainer, inputs, training_args)
         if training_args.do_eval:
-            say(_evaluate_after(trainer, inputs, before))
+            overwrites = script_args.overwrite_output_dir or is_demo(settings)
+            say(_evaluate_after(trainer, inputs, before, overwrites))
             if training_args.do_train:
                 with raising_on_all_ranks():
                     trainer.save_state()  # with what was found
@@ -142,7 +153,7 @@ class _NoEvaluationAtTheEnd(TrainerCallback):
 
 def _evaluate_before(trainer: EvaluatedTrainer, inputs: Inputs) -> Evaluation | None:
     """
-    Evaluate the model that training starts from; a resumed run reads the completions that its first part saved.
+    Evaluate the model that training starts from; a resumed run scores the completions that its first part saved.
     DeepSpeed and FSDP cannot evaluate before they train: they say so.
     """
     trainer.add_callback(_NoEvaluationAtTheEnd())
@@ -152,22 +163,46 @@ def _evaluate_before(trainer: EvaluatedTrainer, inputs: Inputs) -> Evaluation | 
         )
         return None
     path = Path(trainer.args.output_dir, "eval_completions_before.jsonl")
-    weights = [file for name, _ in inputs.parts for file in sorted(Path(name).glob("*.safetensors"))]
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    if not path.exists():  # as of a resumed run
-        trainer.accelerator.print("Evaluating before training ...", flush=True)
-    before = evaluate(trainer, inputs.data.test, path, inputs.extract_answer, [*inputs.parts, *stats])
+    trainer.accelerator.print("Evaluating before training ...", flush=True)
+    before = evaluate(trainer, inputs.data.test, path, inputs.extract_answer, _origin(inputs.parts))
     name, accuracy = next(iter(before.accuracies.items()), ("no prompt has a reward", "unknown"))
     trainer.accelerator.print(f"Accuracy before training: {accuracy} ({name})", flush=True)
     return before
 
 
-def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluation | None) -> str:
+def _origin(parts: Sequence[tuple[str, str | None]]) -> list[Any]:
+    """Return what identifies a model: the content of its files, or its name on the Hub."""
+
+    def describe() -> list[Any]:
+        return [
+            [[file.name, _hash_of(file)] for pattern in _MODEL_FILES for file in sorted(Path(name).glob(pattern))]
+            if Path(name).is_dir()
+            else [name, revision]
+            for name, revision in parts
+        ]
+
+    return on_main_process(describe)
+
+
+def _hash_of(file: Path) -> str:
+    digest = xxh3_128()
+    with file.open("rb") as content:
+        while block := content.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluation | None, overwrites: bool) -> str:
     """Evaluate the model as it is now, log its rewards, save the results, and return lines for the terminal."""
     data, output_dir = inputs.data, Path(trainer.args.output_dir)
     path = output_dir / "eval_completions.jsonl"
     trainer.accelerator.print("Evaluating ...", flush=True)
-    after = evaluate(trainer, data.test, path, inputs.extract_answer)
+    parts: Sequence[tuple[str, str | None]] = inputs.parts
+    if trainer.args.do_train:
+        is_adapter = (output_dir / "adapter_config.json").exists()
+        parts = [(str(output_dir), None), *([parts[-1]] if is_adapter else [])]
+    replaces = trainer.args.do_train or overwrites  # of a training, it is its own
+    after = evaluate(trainer, data.test, path, inputs.extract_answer, _origin(parts), replaces)
     rewards = {f"eval_{name}": value for name, value in after.metrics.items()}
     trainer.log(rewards)
     results, accuracies = after.as_results("eval"), {"accuracy": after.accuracies}
@@ -182,11 +217,15 @@ def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluatio
         trainer.save_metrics("eval", results)
     model = output_dir if trainer.args.do_train else inputs.parts[0][0]
     count = after.metrics.get("prompts_without_reward", 0)
+    first, means = trainer.reward_func_names[0], [estimate.mean for estimate in after.accuracies.values()]
     lines = [
         f"Evaluation of {model} on {data.test_title or data.title}",
         f"  number of prompts: {after.num_prompts}; ± is one standard error (Wilson)",
         accuracy_table(accuracies),
         f"  {rewards_in_words(rewards)}",
+        f"Note: no completion has a first reward (`{first}`) of 1 or more, so none is right."
+        if means and not any(means)
+        else "",
         f"Left out, without a reward: {count} of {count + after.num_prompts} prompts" if count else "",
         f"Completions: {path}",
         f"Metrics: {output_dir / 'eval_results.json'}",

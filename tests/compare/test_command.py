@@ -101,12 +101,11 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
     start = Path("study/starts/seed-0.jsonl")
     sampled = [json.loads(line) for line in start.read_text().splitlines()]
     assert len(sampled) == 6 * 3
-    start.write_text(
-        "".join(json.dumps({**each, "rewards": {"has_digit": 1.0}, "correct": True}) + "\n" for each in sampled)
-    )
+    other = {"completion": "1", "rewards": {"has_digit": 0.0}, "correct": False}
+    start.write_text("".join(json.dumps({**each, **other}) + "\n" for each in sampled))
     compare("--only", "BAPO")
     (again,) = (row for row in read_rows(Path("study")).values() if row.arm == "BAPO")
-    assert again.curve[0] == [0, 1.0] != rows["BAPO"].curve[0]  # what is there is taken
+    assert again.curve[0] == [0, 1.0] != rows["BAPO"].curve[0]  # what was sampled is taken, and scored again
     assert again.curve[1:] == rows["BAPO"].curve[1:]  # and the training is the same
 
 

@@ -1,8 +1,8 @@
 """Evaluation as users ask for it: before and after, by source, killed and run again."""
 
+import importlib
 import json
 import math
-import os
 import re
 import signal
 import sys
@@ -16,12 +16,12 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer, cli
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
-from bapo_trl.evaluation import sampling
 from bapo_trl.evaluation.measure import count, evaluate
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import preparation, training
@@ -86,41 +86,84 @@ def test_a_fraction_is_held_out(folder):
 
 
 @pytest.mark.processes
-def test_a_killed_evaluation_is_run_again(folder):
+def test_a_killed_evaluation_goes_on_where_it_ended(folder, monkeypatch):
     alone = {"do_train": "false", "eval_dataset": "test.jsonl"}
+    run(**alone, output_dir="whole")
     killed = run_python([ROOT / "train_bapo.py", *flags(**alone)], cwd=folder, KILLED_AT="3")
     assert killed.returncode == -signal.SIGKILL
-    assert not (folder / "out" / "eval_completions.jsonl").exists()
+    kept = Path("out/eval_completions.jsonl")
+    assert len(completions()) == 15  # of three batches, the last without its rewards
+    with kept.open("a") as file:
+        file.write('{"prompt_index": 4, "number"')  # as of a kill while a line is written
+    sampled = counted_samples(monkeypatch)
     run(**alone)
-    assert sys.modules["my_rewards"].calls == 5
-    assert len({(line["prompt_index"], line["number"]) for line in completions()}) == 24
+    assert sampled == [5, 4]
+    assert completions() == completions("whole/eval_completions.jsonl")
+    assert results() == json.loads(Path("whole/eval_results.json").read_text())
+
+
+def test_an_error_in_the_last_reward_costs_no_completions(folder, monkeypatch):
+    mended = Path("my_rewards.py").read_text()
+    broken = mended.replace(
+        "    found = [", "    if calls == 5:\n        raise RuntimeError('no judge')\n    found = ["
+    )
+    alone = {"do_train": "false", "eval_dataset": "test.jsonl"}
+    sampled = counted_samples(monkeypatch)
+    for text in (broken, mended):
+        Path("my_rewards.py").write_text(text)
+        sys.modules.pop("my_rewards", None)
+        importlib.invalidate_caches()
+        sampled.clear()
+        with pytest.raises(RuntimeError, match="no judge") if text is broken else nullcontext():
+            run(**alone)
+    assert (sampled, len(completions())) == ([], 24)
+    assert all(set(line["rewards"]) == {"has_digit"} for line in completions())
+
+
+def test_an_evaluation_replaces_no_completions_of_another(folder):
+    alone = {"do_train": "false", "eval_dataset": "test.jsonl"}
+    run(**alone)
+    first = completions()
+    for other in ({"temperature": 0.5}, {"eval_dataset": "train.jsonl"}):
+        with pytest.raises(InputError, match=r"which holds eval_completions\.jsonl of another evaluation"):
+            run(**{**alone, **other})
+        assert completions() == first
+    with pytest.raises(InputError, match=r"which holds eval_completions\.jsonl of an earlier run"):
+        run(dataset_name="train.jsonl")
+    run(**alone, temperature=0.5, overwrite_output_dir="true")
+    assert completions() != first
 
 
 def counted_samples(monkeypatch) -> list[int]:
-    sampled, sample = [], EvaluatedTrainer.sample_completions
+    """Return a list that gets the number of prompts of each call of the model's sampler in an evaluation."""
+    sampled, sample = [], EvaluatedTrainer._generate
 
-    def counting(self, rows, num_completions):
-        sampled.append(len(rows) * num_completions)
-        return sample(self, rows, num_completions)
+    def counting(self, prompts):
+        if self._row_of is not None:
+            sampled.append(len(prompts))
+        return sample(self, prompts)
 
-    monkeypatch.setattr(EvaluatedTrainer, "sample_completions", counting)
+    monkeypatch.setattr(EvaluatedTrainer, "_generate", counting)
     return sampled
 
 
 def test_a_resumed_run_does_not_evaluate_its_initial_model_again(folder, monkeypatch):
     sampled = counted_samples(monkeypatch)
     settings = {"dataset_name": "train.jsonl", "eval_dataset": "test.jsonl", "save_strategy": "steps", "save_steps": 1}
+    settings["lr_scheduler_type"] = "constant"  # else the last update of the first run leaves a learning rate of 0
     run(**settings, max_steps=1)
-    assert sampled == [24, 24]
+    assert sum(sampled) == 48
     before, found = completions("out/eval_completions_before.jsonl"), results()
     run(**settings, max_steps=2, resume_from_checkpoint="true")
-    assert sampled == [24, 24, 24]
+    assert sum(sampled) == 72
     assert completions("out/eval_completions_before.jsonl") == before
     assert results()["before_avg@4"] == found["before_avg@4"]
-    weights = folder / "model" / "model.safetensors"
-    os.utime(weights, (0, 0))  # as of another model
+    run(**settings, max_steps=2, resume_from_checkpoint="true")  # nothing to train: as after a killed evaluation
+    assert sum(sampled) == 72
+    weights = load_file("model/model.safetensors")
+    save_file({name: weight * 1.1 for name, weight in weights.items()}, "model/model.safetensors", {"format": "pt"})
     run(**settings, max_steps=3, resume_from_checkpoint="true")
-    assert sampled == [24, 24, 24, 24, 24]
+    assert sum(sampled) == 120
 
 
 def test_completions_of_another_evaluation_are_not_counted(tmp_path, monkeypatch):
@@ -138,26 +181,34 @@ def test_completions_of_another_evaluation_are_not_counted(tmp_path, monkeypatch
     for name, value in {"seed": 1, "top_k": 5}.items():
         setattr(trainer.args, name, value)
         assert (count(), count()) == (4, 0)
-    trainer.reward_func_names = ["another"]
+    trainer.processing_class.chat_template = "another"
     assert (count(), count()) == (4, 0)
-    mended = [{**row, "answer": 2} for row in rows]
-    assert (count(mended), count(mended), count(rows)) == (4, 0, 4)
 
 
-def test_an_accuracy_follows_the_code_of_the_reward(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
+def test_completions_that_are_kept_are_scored_again(tmp_path, monkeypatch):
+    seen = []
+
+    class Score:  # whose behavior is in no source file of its own
+        __name__, value = "score", 0.0
+
+        def __call__(self, completions, completion_ids, answer, **kwargs):
+            seen.append(list(zip(completions, map(tuple, completion_ids), answer, strict=True)))
+            return [self.value] * len(completions)
+
+    sampled, score = counted_samples(monkeypatch), Score()
+    settings = {"num_generations_eval": 2, "per_device_eval_batch_size": 3}
+    trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, reward_funcs=score, **settings)
+    chat, path = [{"role": "user", "content": "1+2="}], tmp_path / "completions.jsonl"
+    trainer.processing_class.chat_template = CHAT_TEMPLATE
     found = []
-    for value in (0.0, 1.0):
-        module = tmp_path / "changed_reward.py"
-        module.write_text(f"def score(completions, **kwargs):\n    return [{value}] * len(completions)\n")
-        functions: dict = {}
-        exec(compile(module.read_text(), str(module), "exec"), functions)
-        trainer = toy_trainer(
-            tmp_path, trainer_class=EvaluatedTrainer, num_generations_eval=2, reward_funcs=functions["score"]
-        )
-        evaluation = evaluate(trainer, [{"prompt": "1+1="}], tmp_path / "completions.jsonl", origin="model")
-        found.append(evaluation.accuracies["avg@2"].mean)
-    assert found == [0, 1]
+    for score.value, answer, name in ((0.0, 1, "score"), (1.0, 2, "score"), (0.5, 2, "another")):
+        trainer.reward_func_names = [name]
+        rows = [{"prompt": chat, "answer": answer}]
+        found.append(evaluate(trainer, rows, path, origin="model").accuracies["avg@2"].mean)
+        assert [line["rewards"] for line in completions(path)] == [{name: score.value}] * 2
+    assert (found, sum(sampled)) == ([0, 1, 0], 2)
+    first, second, third = seen
+    assert second == third == [(text, ids, 2) for text, ids, _ in first]
 
 
 def test_answers_of_one_value_are_one_answer():
@@ -195,7 +246,10 @@ def test_a_reward_that_changes_its_arguments_sees_each_row_as_it_is(tmp_path):
 
 def test_completions_may_have_line_breaks_of_any_kind(tmp_path, monkeypatch):
     trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, num_generations_eval=1)
-    monkeypatch.setattr(sampling, "completion_text", lambda completion: "1\u2028\r\n2\x85")
+    generate = trainer._generate
+    monkeypatch.setattr(
+        trainer, "_generate", lambda prompts: [*generate(prompts)[:3], ["1\u2028\r\n2\x85"], *generate(prompts)[4:]]
+    )
     evaluate(trainer, [{"prompt": "1+1="}], tmp_path / "completions.jsonl")
     (line,) = (tmp_path / "completions.jsonl").read_text(encoding="utf-8").strip().split("\n")
     assert json.loads(line)["completion"] == "1\u2028\r\n2\x85"
@@ -209,6 +263,14 @@ def test_prompts_that_no_reward_can_judge_are_counted_apart(folder, capsys):
     assert found["eval_avg@2"] == found["eval_reward"]
     assert [line["rewards"] for line in completions()[2:]] == [{"has_digit": None}] * 2
     assert "\nLeft out, without a reward: 1 of 2 prompts\n" in capsys.readouterr().out
+
+
+def test_a_first_reward_that_is_never_1_is_reported(folder, capsys):
+    names = ["get_soft_overlong_punishment", "my_rewards.has_digit"]
+    for order, is_reported in ((names, True), (names[::-1], False)):
+        settings = {"eval_dataset": "test.jsonl", "output_dir": order[0], "reward_funcs": "|".join(order)}
+        run(do_train="false", **settings)
+        assert ("Note: no completion has a first reward (`" in capsys.readouterr().out) == is_reported
 
 
 def test_rows_without_an_answer_are_counted(folder, capsys):
@@ -227,6 +289,13 @@ def test_rows_without_an_answer_are_counted(folder, capsys):
     assert "\nLeft out, without a reward: 2 of 6 prompts\n" in out
     assert [line["rewards"]["accuracy_reward"] for line in completions()[::4]] == [0, None, 0, None, 0, 0]
     assert sys.modules["my_rewards"].seen["2+1="] == "0.00001"
+
+
+def test_a_null_in_a_nested_answer_is_a_missing_answer(folder, capsys):
+    rows = [{"prompt": f"{a}+1=", "meta": meta} for a, meta in enumerate(({"gold": "5"}, None, {"gold": None}))]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(do_train="false", eval_dataset="rows.jsonl", answer_column="meta.gold", reward_funcs="accuracy_reward")
+    assert "\nLeft out, without a reward: 2 of 3 prompts\n" in capsys.readouterr().out
 
 
 def test_no_answer_and_no_source_ends_an_evaluation(folder):
@@ -306,7 +375,7 @@ def test_settings_and_data_of_the_training_in_a_recipe_do_not_count_in_an_evalua
     cli.evaluate(["--config", "trained.yaml"])
     assert len(completions()) == 6 * 16
     assert "eval_pass@16" in results()
-    cli.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2"])
+    cli.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2", "--overwrite_output_dir", "true"])
     assert "eval_pass@2" in results()
     assert not list((folder / "out" / "merged").iterdir())
     assert not {"model.safetensors", "eval_completions_before.jsonl"} & {path.name for path in Path("out").iterdir()}
@@ -360,7 +429,7 @@ def test_rows_are_read_when_their_batch_is_sampled(tmp_path, monkeypatch):
             return len(self.given)
 
         def __iter__(self):
-            return iter(self.given)  # for the lines in the file, one after the other
+            return iter(self.given)
 
         def __getitem__(self, place):
             self.read += 1
@@ -393,6 +462,7 @@ def test_an_evaluation_reports_prompts_that_differ_from_training(folder, capsys)
     run(dataset_name="train.jsonl", save_strategy="steps", save_steps=1, **formed)
     for saved in ("out", "out/checkpoint-1"):
         alone = {"do_train": "false", "eval_dataset": "test.jsonl", "output_dir": "new", "model_name_or_path": saved}
+        alone["overwrite_output_dir"] = "true"
         capsys.readouterr()
         run(**alone)
         other = f"Note: {saved} was trained with different prompts: `prompt_template` 'Q: {{prompt}}', now None.\n"

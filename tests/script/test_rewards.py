@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.rewards import accuracy_reward
 
+from bapo_trl.errors import InputError
 from bapo_trl.script.rewards import resolve_reward_funcs
 from tests.evaluation.golds import ALIKE, DIFFERENT, GOLDS
 
@@ -167,3 +168,8 @@ def test_the_table_of_completions_shows_the_compared_answers():
     columns = {}
     ACCURACY([boxed("5"), "?", boxed("x")], solution=["5", ["x^2+1", "1"], None], log_extra=columns.__setitem__)
     assert columns == {"solution": ["5", "x^2+1 or 1", None], "answer": ["5", None, "x"]}
+
+
+def test_a_name_that_is_no_function_is_rejected():
+    with pytest.raises(InputError, match=r"`reward_funcs` has 'math\.pi', which is no function but float"):
+        resolve_reward_funcs(["math.pi"])
