@@ -98,6 +98,7 @@ ones that the overrides read."""
 
 CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
     "_calculate_rewards": (5, ()),
+    "_generate": (2, ()),
     "_generate_single_turn": (4, ("num_generations",)),
     "_get_output_dir": (2, ()),
     "_get_per_token_logps_and_entropies": (5, ("batch_size", "compute_entropy", *FORWARD_KEYS)),
