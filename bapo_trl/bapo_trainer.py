@@ -300,13 +300,6 @@ class BAPOTrainer(AtomicCheckpoints):
                 self._injected = self._overlap.take(inputs, next_inputs, version, is_next=place == 0)
         elif self._overlap is not None:
             self._overlap.collect()  # before the evaluation sends the weights
-        if self._probes_padding and self.model.training:
-            self._probes_padding = False  # once a run
-            self._micro_batches.keeps_prompt_padding = checks.padding_counts(
-                self._score_all, self.model, self._tokenizer, self.accelerator
-            )
-            if self._micro_batches.keeps_prompt_padding and self.accelerator.is_main_process:
-                checks.warn_of_padding(self.model, self.args)
         rollouts = self._injected
         with fixes.keeping_frozen(self.model), without_gradient_checkpointing(self.model):
             try:
@@ -399,12 +392,22 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _generate(self, *args, **kwargs):
         output = super()._generate(*args, **kwargs)
+        if self.model.training and self._probes_padding:
+            self._probe_padding()  # once the weights are sent: a forward pass leaves some that FSDP2 cannot send
         if self.model.training and self.args.scores_samples:
             if self._injected is not None:
                 self._known_logps = self._injected.behavior_logps
             elif self.args.use_sampler_logps:
                 self._known_logps = output[4]
         return output
+
+    def _probe_padding(self) -> None:
+        """Find out, once a run, whether padding before a prompt changes what the model computes."""
+        self._probes_padding = False
+        counts = checks.padding_counts(self._score_all, self.model, self._tokenizer, self.accelerator)
+        self._micro_batches.keeps_prompt_padding = counts
+        if counts and self.accelerator.is_main_process:
+            checks.warn_of_padding(self.model, self.args)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._injected is not None:

@@ -4,8 +4,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.batch.update_means import OF_TOKENS, average_update
@@ -175,17 +177,20 @@ class LogWithin(TrainerCallback):
 
 
 @pytest.mark.parametrize("masked", [0, 1])
-def test_a_log_line_within_an_update_takes_the_values_so_far(tmp_path, masked):
+def test_a_log_line_within_an_update_takes_the_values_so_far(tmp_path, masked, monkeypatch):
     """Of two micro-batches, one without a token, the first is in one line, and the second in another."""
 
     class OneIsMasked(BAPOTrainer):
-        def _prepare_inputs(self, generation_batch):
-            batch = dict(super()._prepare_inputs(generation_batch))
-            return {**batch, "completion_mask": batch["completion_mask"] * (self._step % 2 != masked)}
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            rows = torch.arange(len(batch["completion_mask"])) // self.args.per_device_train_batch_size
+            return {**batch, "completion_mask": batch["completion_mask"] * (rows % 2 != masked).unsqueeze(1)}
 
-    plain = toy_run(tmp_path / "plain", trainer_class=OneIsMasked)
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)
+    settings = {"trainer_class": OneIsMasked, "micro_batch_layout": "padded"}
+    plain = toy_run(tmp_path / "plain", **settings)
     callback = LogWithin()
-    trainer = toy_trainer(tmp_path, trainer_class=OneIsMasked, trainer_args={"callbacks": [callback]})
+    trainer = toy_trainer(tmp_path, **settings, trainer_args={"callbacks": [callback]})
     callback.trainer = trainer
     trainer.train()
     assert_same_weights(trainer, plain)
