@@ -384,7 +384,8 @@ _TYPES = {f.name: get_args(f.type) or (f.type,) for f in fields(BAPOConfig)}
 def _describe(f: Field) -> str:
     types = " or ".join(f"`{name}`" for name in getattr(f.type, "__name__", str(f.type)).split(" | "))
     default = f'"{f.default}"' if isinstance(f.default, str) else f.default
-    text = textwrap.fill(help_of(f.metadata), 119, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    lines = textwrap.wrap(help_of(f.metadata), 111, break_on_hyphens=False)
+    text = textwrap.indent("\n".join(lines), " " * 8)
     return f"{f.name} ({types}, *optional*, defaults to `{default}`):\n{text}"
 
 
