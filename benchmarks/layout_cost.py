@@ -40,6 +40,7 @@ ROWS, MICRO_BATCHES, UPDATES = 8, 4, 4  # samples of a micro-batch; micro-batche
 GROUP = 4  # samples of a prompt
 LIMIT = 512  # tokens of a completion
 WARMUP_GENERATIONS = 1
+ROUNDS = 3
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -188,7 +189,7 @@ def measure_all(rounds: int) -> list[dict[str, Any]]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="generations of each workload")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="generations of each workload")
     parser.add_argument("--peak_of", help=argparse.SUPPRESS)
     parser.add_argument("--workload", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -201,10 +202,15 @@ def main():
             trainer.train()
         print(peak.above_idle)
         return
+    run(args.rounds)
+
+
+def run(rounds: int = ROUNDS) -> None:
+    """Measure all workloads, and write the result file."""
     keep_freed_memory()
     sizes = {"samples": ROWS, "micro_batches": MICRO_BATCHES, "updates": UPDATES, "limit": LIMIT}
     sizes = {"threads": 1, **asdict(SHAPE), **sizes}
-    save_result("layout_cost", sizes, measure_all(args.rounds))
+    save_result("layout_cost", sizes, measure_all(rounds))
 
 
 if __name__ == "__main__":

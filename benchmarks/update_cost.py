@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from benchmarks import layout_cost
 from benchmarks.common import in_turns, keep_freed_memory, save_result, spread, time_s
 from benchmarks.gpu_first_run.shapes import Load, Shape, make_model
 from benchmarks.gpu_first_run.trainers import Setup, make_trainer
@@ -87,7 +88,9 @@ def _measure_pair(setting: Setting, rounds: int, order: tuple[str, str]) -> dict
         model = make_model(SHAPE, "cpu", torch.float32, 0)
         runs = {}
         for name in order:
-            kind, own = ("grpo", {}) if name == "grpo" else (setting.scope, with_weight)
+            # TRL's micro-batches: what they cost otherwise is measured by `layout_cost`
+            own = {} if "grpo" in (name, setting.scope) else {**with_weight, "micro_batch_layout": "padded"}
+            kind = "grpo" if name == "grpo" else setting.scope
             trainer = make_trainer(
                 kind, model, f"{folder}/{name}", settings | own, rollout_func=RandomCompletions(load, 0)
             )
@@ -125,6 +128,7 @@ def main():
         print(results[-1], flush=True)
     sizes = {"threads": 1, **asdict(SHAPE), "rows": ROWS, "completion_tokens": COMPLETION_TOKENS}
     save_result("update_cost", sizes, results)
+    layout_cost.run()
 
 
 if __name__ == "__main__":
