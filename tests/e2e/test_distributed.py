@@ -87,6 +87,14 @@ def test_zero3_ends_with_the_weights_of_ddp(runs, uses_lora):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_the_layout_of_micro_batches_changes_no_weight(runs, engine, tmp_path):
+    fork(engine, ["-m", "tests.e2e.scripted_worker", str(tmp_path), "4", "padded"])
+    assert_close(weights(tmp_path), weights(runs(engine)), atol=1e-5)
+    computed = [sum(log["padding/computed"] for log in logs_of(out)) for out in (runs(engine), tmp_path)]
+    assert computed[0] < computed[1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("uses_lora", [False, True], ids=["full", "lora"])
 def test_a_resumed_run_equals_the_straight_one(runs, engine, uses_lora):
     straight, resumed = runs(engine, uses_lora), runs(engine, uses_lora, resumes=True)
