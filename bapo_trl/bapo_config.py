@@ -62,11 +62,11 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         "balanced",
         LAYOUTS,
         "How the samples of an update are arranged in micro-batches. `balanced`: sorted by length, so that each "
-        "micro-batch has little padding and all take about as much memory; short samples then share a micro-batch "
-        "with more samples than `per_device_train_batch_size`, long ones with fewer. `trimmed`: TRL's micro-batches, "
-        "each cut to its longest sample. `padded`: as in TRL, as wide as the longest sample of the generation. The "
-        "gradient is the same. Losses over the tokens of a micro-batch (such as `bnpo`) are `trimmed` instead of "
-        "`balanced`.",
+        "micro-batch has little padding, and samples times length are similar in all. Short samples then share a "
+        "micro-batch with more samples than `per_device_train_batch_size`, long ones with fewer. `trimmed`: TRL's "
+        "micro-batches, each cut to its longest sample. `padded`: as in TRL, as wide as the longest sample of the "
+        "generation. The gradient is the same. Losses over the tokens of a micro-batch (such as `bnpo`) are `trimmed` "
+        "instead of `balanced`.",
     )
     skip_zero_advantage: bool = field(
         default=True,

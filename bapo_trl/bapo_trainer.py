@@ -312,7 +312,7 @@ class BAPOTrainer(AtomicCheckpoints):
         num_padding = 0
         if rollouts is None:
             versions = attach_version(batch, version)
-            self._generation.sampled_by = version
+            self._generation.sampled_by = None if self.args.use_sampler_logps else version  # ratios are not 1
         else:
             num_padding = self.args.rows_per_generation - len(rollouts)
             if self._rounds is not None:
@@ -370,11 +370,11 @@ class BAPOTrainer(AtomicCheckpoints):
         compares = are_of_sampler and has_sampler_logps(batch)
         if not (self.args.uses_replay or compares):
             return
-        if not self.args.takes_sampler_logps:
+        if not (self.args.takes_sampler_logps and compares):
             logps = behavior_logps(batch, self._score_all, keeps=self.args.uses_replay)
         else:  # the behaviour log-probabilities are the sampler's, and comparing a part is enough
             batch.setdefault("old_per_token_logps", batch["sampling_per_token_logps"])
-            compares_part = was_requested or self.args.use_sampler_logps
+            compares_part = was_requested or (self.args.use_sampler_logps and not self._is_vlm)
             batch = split_tensor_dict(batch, self.args.steps_per_generation)[0] if compares_part else batch
             logps = self._score_all(batch)
         if compares:
@@ -485,7 +485,8 @@ class BAPOTrainer(AtomicCheckpoints):
     def _take_batch(self, batch_and_whether_fresh):
         batch, is_fresh = batch_and_whether_fresh
         self._log_values(self._replay.metrics)
-        self._generation.sampled_by = self.state.global_step if is_fresh else None
+        has_ratios_of_1 = is_fresh and not self.args.use_sampler_logps
+        self._generation.sampled_by = self.state.global_step if has_ratios_of_1 else None
         return batch
 
     # An update

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .policy_loss import policy_mask
+from .policy_loss import FORWARD_KEYS, policy_mask
 from .samples import padding_side
 
 
@@ -111,8 +111,9 @@ def update_starts(begin: int, count: int, window: int, size: int, num_passes: in
     began in an earlier one). Later updates have `window` micro-batches. A pass has `size`. No arrangement moves a
     sample over one of these positions, so an update keeps its samples, whichever pass it is in.
     """
+    earlier = range(begin, -1, -window)  # of a run that was resumed within the generation
     later = range(begin + count, size * num_passes, window)
-    return sorted({0, *(place % size for place in (max(0, begin), *later))})
+    return sorted({0, *(place % size for place in (*earlier, *later))})
 
 
 def measure(batch: Mapping[str, Any], keeps_prompt_padding: bool = False) -> torch.Tensor:
@@ -273,7 +274,7 @@ def _take(batch: Mapping[str, Any], planned: MicroBatch, first: int) -> dict[str
         if key in _OVER_ALL_TOKENS:
             begin = value.shape[1] - num_tokens - left
             value = value[:, begin : begin + left + right]
-        elif value.dim() > 1:
+        elif value.dim() > 1 and key not in FORWARD_KEYS:  # those are of images
             side = padding_side(key, value, num_tokens)
             value = value[:, -left:] if side == "left" else value[:, :right] if side == "right" else value
         taken[key] = value

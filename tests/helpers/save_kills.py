@@ -206,7 +206,9 @@ def state_of(checkpoint: Path) -> dict[str, str]:
 
 
 def checksum_of(file: Path) -> str:
-    if file.name.startswith(("replay_queue", "rollout_pool", "carried_curves", "log_window", "ref_model")):
+    if file.name.startswith(
+        ("replay_queue", "rollout_pool", "carried_curves", "data_place", "log_window", "ref_model")
+    ):
         with safe_open(file, framework="pt") as opened:
             return opened.metadata()["checksum"]  # the entries of the header come in any order
     return hashlib.sha256(file.read_bytes()).hexdigest()
