@@ -40,6 +40,9 @@ _MAX_CHARACTERS = 1000  # of an answer and the line around it
 _MAX_DIGITS = 1e6
 
 
+_JUDGES = ("antlr4", "latex2sympy2_extended", "math_verify", "mpmath", "sympy")  # the packages that compare answers
+
+
 class _TooLong(BaseException):
     """A comparison took too long. math-verify and sympy catch every `Exception`."""
 
@@ -199,9 +202,10 @@ def _at_most(seconds: float) -> Iterator[None]:
     end, calls, previous = time.thread_time() + seconds, itertools.count(), sys.getprofile()
 
     def check(frame: Any, event: str, _: Any) -> None:
-        # Python ignores what is raised while it closes a generator, and checks no further
-        is_checked = event == "call" and next(calls) % 32 == 0 and not frame.f_code.co_flags & inspect.CO_GENERATOR
-        if is_checked and time.thread_time() > end:
+        # Python ignores what is raised while it closes a generator or frees an object, and checks no further
+        if event != "call" or next(calls) % 32 or frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _JUDGES and time.thread_time() > end:
             raise _TooLong
 
     sys.setprofile(check)
