@@ -192,7 +192,8 @@ class BAPOTrainer(AtomicCheckpoints):
         )
         self._micro_batches = MicroBatches(self.args, self.accelerator, self._parts_of_loss(), self.accelerator.print)
         self._scale = LossScale()  # of the micro-batch whose loss is being computed
-        self._update_start = 0  # the first micro-batch of the current update
+        # The first micro-batch of the current update, and the policy version before it
+        self._update_start, self._version_before = 0, -1
         self._updates = BatchUpdates(self.args, self.accelerator, policy_loss, lambda: self.state.global_step + 1)
         self._bounds = self._updates.bounds
         self._clip_with(self._bounds.current)
@@ -251,7 +252,7 @@ class BAPOTrainer(AtomicCheckpoints):
         return epochs, skipped
 
     def get_batch_samples(self, epoch_iterator, num_batches, *args, **kwargs):
-        self._update_start = self._step
+        self._update_start, self._version_before = self._step, self.state.global_step
         if self._overlap is not None:
             if self._read_ahead is None:
                 loader, size = self.callback_handler.train_dataloader, self.args.micro_batches_per_generation

@@ -68,8 +68,11 @@ class DataPlace(TrainerCallback):
         self._passes_begun, self._begin = self._passes_begun + 1, self._trainer._step
 
     def save(self, folder: str | Path) -> None:
-        """Write the place into a checkpoint folder. One rank makes this call."""
-        place = {"passes": self._passes_begun, "done": self._trainer._step - self._begin}
+        """Write the place into a checkpoint folder. One rank makes this call, maybe before an optimizer step."""
+        trainer = self._trainer
+        is_made = trainer.state.global_step > trainer._version_before  # else the update is made again
+        done = (trainer._step if is_made else trainer._update_start) - self._begin
+        place = {"passes": self._passes_begun, "done": done}
         FILES.write(folder, 0, 1, {**place, "units": self._units(), "data": self._data()})
 
     def resume(self, values: tuple[int, ...], checkpoint: str) -> tuple[int, ...]:
