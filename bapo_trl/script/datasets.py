@@ -378,7 +378,8 @@ def _fill(template: str | None, prompt: Any, row: Mapping[str, Any]) -> Any:
 
 
 def _as_answer(value: Any, is_written: bool) -> Any:
-    """Return an answer as text if it is a number, else unchanged; of a file, a number is as written."""
+    """Return an answer as text if it is a number (of a file, as written), else unchanged; NaN is missing."""
     if not isinstance(value, int | float):
         return value
-    return str(value) if is_written else next(iter(gold_texts(value)), None)
+    text = next(iter(gold_texts(value)), None)
+    return str(value) if is_written and text is not None else text

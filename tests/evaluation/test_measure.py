@@ -288,7 +288,7 @@ def test_rows_without_an_answer_are_counted(folder, capsys):
     assert "Note: 2 of 6 prompts have no `solution`" in (out := capsys.readouterr().out)
     assert "\nLeft out, without a reward: 2 of 6 prompts\n" in out
     assert [line["rewards"]["accuracy_reward"] for line in completions()[::4]] == [0, None, 0, None, 0, 0]
-    assert sys.modules["my_rewards"].seen["2+1="] == "0.00001"
+    assert sys.modules["my_rewards"].seen["2+1="] == "1e-05"  # as in the file
 
 
 def test_a_null_in_a_nested_answer_is_a_missing_answer(folder, capsys):
