@@ -46,7 +46,7 @@ class RolloutRounds:
     num_groups: int  # groups to train on per generation step, on each rank
     num_carried_over: int  # groups that remain in progress when a generation step ends
     chunk_length: int  # largest number of tokens of a call
-    uses_sampler_logps: bool  # take the sampler's log-probabilities as those of the policy, instead of scoring
+    uses_sampler_logps: bool = False  # take the sampler's log-probabilities as those of the policy, instead of scoring
     gather: Callable[[list[float]], list[list[float]]]  # takes this rank's numbers, returns the numbers of each rank
 
     def __post_init__(self):
