@@ -166,7 +166,7 @@ def plan(
         size (`int`):
             Number of samples in each of TRL's micro-batches.
         layout (`str`, *optional*, defaults to `"balanced"`):
-            `"balanced"` sorts the samples of an update by length and divides them anew, `"trimmed"` keeps TRL's
+            `"balanced"` sorts the samples of an update by length and divides them, `"trimmed"` keeps TRL's
             micro-batches and makes them narrower, `"padded"` keeps them as they are.
         skips (`bool`, *optional*, defaults to `True`):
             Whether samples without a gradient are left out. An empty micro-batch gets one masked sample.

@@ -32,7 +32,7 @@ class MicroBatches:
     """
 
     def __init__(self, settings: Any, accelerator: Accelerator, loss_parts: Sequence[str], say: Callable[[str], None]):
-        self._settings, self._accelerator, self._loss_parts, self._say = settings, accelerator, loss_parts, say
+        self._settings, self._accelerator, self._say = settings, accelerator, say
         self.layout, self._skips = settings.micro_batch_layout, settings.skip_zero_advantage and not loss_parts
         self.keeps_prompt_padding = False
         self._buffer: list[dict[str, Any]] | None = None  # that is laid out
@@ -128,7 +128,7 @@ class MicroBatches:
         }
 
     def divides(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a scoring pass with these keyword arguments of TRL's can be divided anew: text, in parts."""
+        """Return whether a scoring pass with these keyword arguments of TRL's can be rearranged: text, in parts."""
         others = [value for name, value in arguments.items() if name not in ("batch_size", "compute_entropy")]
         is_plain = all(value is None or value is False for value in others)
         return self._settings.micro_batch_layout != "padded" and is_plain and arguments.get("batch_size") is not None

@@ -70,7 +70,7 @@ class DataPlace(TrainerCallback):
     def save(self, folder: str | Path) -> None:
         """Write the place into a checkpoint folder. One rank makes this call, maybe before an optimizer step."""
         trainer = self._trainer
-        is_made = trainer.state.global_step > trainer._version_before  # else the update is made again
+        is_made = trainer.state.global_step > trainer._version_before  # else the update is repeated
         done = (trainer._step if is_made else trainer._update_start) - self._begin
         place = {"passes": self._passes_begun, "done": done}
         FILES.write(folder, 0, 1, {**place, "units": self._units(), "data": self._data()})
