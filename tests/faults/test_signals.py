@@ -184,9 +184,9 @@ def launcher_of(processes: int) -> list[str]:
 
 
 WAITING = """
-import signal, sys
+import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *args: sys.exit(75))
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # in one piece: the ranks share this pipe
 while True:
     try:
         signal.pause()
