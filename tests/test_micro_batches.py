@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -172,6 +173,17 @@ def test_a_short_sample_shares_a_micro_batch_with_more_and_a_long_one_with_fewer
     assert {len(each) for each in shapes.values()} == {16}  # as many micro-batches as with TRL
 
 
+def test_beside_a_very_long_prompt_logits_are_no_larger_than_with_trl(tmp_path):
+    """It makes all other samples short, but not their completions."""
+    words = [{"prompt": "a " * (60 if i == 0 else 1)} for i in range(8)]
+    settings = {"trainer_args": {"train_dataset": Dataset.from_list(words)}, "max_steps": 2}
+    logits = {}
+    for layout in ("padded", "balanced"):
+        shapes = train(tmp_path, layout, skip_zero_advantage=False, **settings).shapes
+        logits[layout] = max(rows * completion for rows, completion, _ in shapes)
+    assert logits["balanced"] <= logits["padded"]
+
+
 @pytest.mark.parametrize("skips", [True, False])
 def test_samples_without_an_advantage_are_not_computed(tmp_path, skips):
     logs = training_logs(train(tmp_path, "balanced", skip_zero_advantage=skips))
@@ -181,6 +193,15 @@ def test_samples_without_an_advantage_are_not_computed(tmp_path, skips):
     for log, first, second in zip(generations, skipped[::2], skipped[1::2], strict=True):
         if skips:  # of the two updates of a generation
             assert (first + second) / 2 == pytest.approx(log["frac_reward_zero_std"])
+
+
+def test_groups_of_equal_rewards_with_an_advantage_by_rounding_are_trained_as_with_trl(tmp_path):
+    """The float32 mean of seven equal rewards is another number, and TRL divides the difference by almost 0."""
+    sizes = {"num_generations": 7, "per_device_train_batch_size": 7}
+    settings = {"reward_funcs": lambda completions, **kwargs: [1000.1] * len(completions), **sizes}
+    trainers = [train(tmp_path, layout, **settings) for layout in ("padded", *NARROWER)]
+    assert_same_training(trainers)
+    assert {log["padding/skipped"] for log in training_logs(trainers[-1])} == {0}
 
 
 def test_an_update_without_a_gradient_moves_the_weights_as_with_trl(tmp_path):
