@@ -43,6 +43,7 @@ class MicroBatch:
     completion_width: int
     factor: float  # of this rank's policy loss, with which its means have TRL's divisor
     num_rows: int  # computed, fillers included
+    fillers: int  # of these
     loss_tokens: int
     counted: int  # what TRL's means over tokens divide by: it counts samples where they are one token wide
     computed: int  # positions of prompt and completion, padding included
@@ -128,7 +129,8 @@ def _divide_like_trl(widths: np.ndarray, parts: int, trl_widths: np.ndarray) -> 
 
     def widths_from(start: int) -> np.ndarray:
         widest = np.maximum.accumulate(widths[start:], axis=0)
-        return np.maximum(widest.sum(axis=2) * trl_tokens, widest[..., 1] * trl_width).max(axis=1)
+        tokens = widest[..., 1].clip(min(2, trl_tokens))  # fillers are two tokens wide
+        return np.maximum((widest[..., 0] + tokens) * trl_tokens, tokens * trl_width).max(axis=1)
 
     return _divide(len(widths), parts, widths_from)
 
@@ -214,12 +216,15 @@ def plan(
         is_kept = has_gradient if skips else is_real
     all_widths = -(-measures[..., :2].clip(1) // multiple) * multiple * is_kept[..., None]  # (N, R, 2)
     trl_widths = measures[:, 0, 6:]  # (N, 2)
+    least_tokens = trl_widths[:, 1].clip(max=2)
     micro_batches = []
     for place, rows in enumerate(_assign(all_widths, trl_widths, starts, size, layout == "balanced")):
         of_trl = slice(place * size, (place + 1) * size)
         is_filler, num_rows = np.take_along_axis(is_kept, rows, axis=1) == 0, rows.shape[1]
         kept = np.where(is_filler, 0, np.take_along_axis(columns, rows[None], axis=2))  # (8, N, B)
         widths = np.take_along_axis(all_widths, rows[..., None], axis=1).max(axis=1).clip(multiple)  # (N, 2)
+        # In TRL's means over tokens, a completion that is one token wide counts also where it is masked
+        widths[:, 1] = widths[:, 1].clip(np.where((kept[3] == 0).any(axis=1), least_tokens, 1))
         kept_tokens, trl_tokens = kept[3].sum(axis=1), loss_tokens[:, of_trl].sum(axis=1)  # (N,)
         factors = {"samples": num_rows / size, "tokens": kept_tokens[rank] / max(1, trl_tokens[rank])}
         micro_batches.append(
@@ -230,6 +235,7 @@ def plan(
                 completion_width=int(widths[rank, 1]),
                 factor=1.0 if layout == "padded" else float(factors.get(mean_over, 1)),
                 num_rows=rows.size,
+                fillers=int(is_filler.sum()),
                 loss_tokens=int(kept_tokens.sum()),
                 counted=int(np.where(widths[:, 1] == 1, num_rows, kept_tokens).sum()),
                 computed=int(num_rows * (trl_widths if layout == "padded" else widths).sum()),
@@ -316,8 +322,9 @@ def _take(batch: Mapping[str, Any], planned: MicroBatch, first: int) -> dict[str
             value = value[:, -left:] if side == "left" else value[:, :right] if side == "right" else value
         taken[key] = value
     if is_filler.any():
-        mask = taken["completion_mask"]
-        taken["completion_mask"] = mask * ~is_filler.to(mask.device).unsqueeze(1)
+        for key, value in (("completion_mask", 0), ("importance_sampling_ratio", 1)):
+            if taken.get(key) is not None:
+                taken[key] = taken[key].masked_fill(is_filler.to(taken[key].device).unsqueeze(1), value)
         taken["is_filler"] = is_filler | taken.get("is_filler", torch.zeros_like(is_filler))
     return taken
 
