@@ -345,7 +345,9 @@ def log_on_a_rank(folder: str) -> None:
 def test_metrics_of_two_ranks_with_unequal_numbers_of_samples_leave_out_what_fills_up(tmp_path):
     succeeded(run_function(log_on_a_rank, tmp_path, ranks=2))
     first, second = read_ranks(tmp_path)
-    for settings, (padded, balanced, sums), (*_, others) in zip(MEANS_OF, first["found"], second["found"], strict=True):
+    for settings, (padded, balanced, sums), (*_, others) in zip(
+        MEANS_OF, first["found"], second["found"], strict=True
+    ):
         assert any(one[3] != other[3] for one, other in zip(sums, others, strict=True))
         for of_padded, log, one, other in zip(padded, balanced, sums, others, strict=True):
             entropy, tokens, weight, samples = (a + b for a, b in zip(one, other, strict=True))
