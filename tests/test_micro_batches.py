@@ -10,14 +10,15 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from bapo_trl import BAPOTrainer
+from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.batch.layout import LAYOUTS
+from bapo_trl.errors import InputError
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.rollouts import multi_turn
 from tests.helpers.scripted import Scripted
-from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_run, training_logs
+from tests.helpers.toy import CPU, ending_model, toy_dataset, toy_model, toy_run, training_logs
 
 
 NARROWER = ("trimmed", "balanced")
@@ -159,6 +160,19 @@ def test_turns_of_an_environment(tmp_path):
     """Its tokens stand between those of the policy, and have no part in the loss."""
     settings = {"trainer_args": {"rollout_func": multi_turn}, "max_completion_length": 4, "loss_type": "grpo"}
     assert_same_training([train(tmp_path, layout, **settings) for layout in ("padded", *NARROWER)])
+
+
+@pytest.mark.parametrize("scope", ["batch", "carried_over"])
+def test_the_search_finds_the_bounds_of_padded_micro_batches(tmp_path, scope):
+    logs = [training_logs(train(tmp_path, layout, search_scope=scope, loss_type="dapo")) for layout in LAYOUTS]
+    bounds = [[(log["bapo/clip_low"], log["bapo/clip_high"]) for log in each] for each in logs]
+    assert bounds[0] == bounds[1] == bounds[2]
+    assert len(set(bounds[0])) > 1
+
+
+def test_an_unknown_layout_names_the_three():
+    with pytest.raises(InputError, match=r"packed.*balanced.*trimmed.*padded"):
+        BAPOConfig(**CPU, micro_batch_layout="packed")
 
 
 # What is computed
