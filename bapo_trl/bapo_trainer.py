@@ -511,9 +511,7 @@ class BAPOTrainer(AtomicCheckpoints):
             metrics = self._micro_batches.close(self._metrics["train"], self._bounds.close())
             self._log_values(metrics)
             if self.beta and self.state.global_step == 0 and self.accelerator.is_main_process:
-                kl = [value for value in self._metrics["train"].get("kl", []) if value == value]
-                folder, is_loaded = get_config_model_id(self.model.config), self.ref_model is not None
-                checks.warn_if_reference_differs(kl, self.model, folder, is_loaded)
+                checks.warn_if_reference_differs(self)
             self._few_positive_advice.observe(metrics, self.state.global_step + 1)
         return loss
 
