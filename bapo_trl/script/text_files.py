@@ -119,9 +119,20 @@ def with_columns(
     dataset: Dataset | IterableDataset, make: Callable[[dict[str, Any]], dict[str, Any]], removed: list[str]
 ) -> Dataset | IterableDataset:
     """Return the dataset with the columns that `make` returns for each row, and without the removed columns."""
-    features = dataset.features
     if isinstance(dataset, IterableDataset) or not is_as_written(dataset):
         return dataset.map(make, remove_columns=removed)
+    return _with_written_columns(dataset, make, removed)
+
+
+def store_as_written(dataset: Dataset, name: str) -> Dataset:
+    """Return the dataset with one of its columns stored as written; raise a `TypeError` if JSON cannot hold it."""
+    return _with_written_columns(dataset, lambda row: {name: row[name]}, [])
+
+
+def _with_written_columns(
+    dataset: Dataset, make: Callable[[dict[str, Any]], dict[str, Any]], removed: list[str]
+) -> Dataset:
+    features = dataset.features
 
     def extend(table: pyarrow.Table) -> pyarrow.Table:
         made = [make(features.decode_example(row)) for row in table.to_pylist()]
