@@ -191,6 +191,28 @@ def test_rewards_get_values_as_written_in_training_evaluation_and_the_dry_run(fo
     assert given < written
 
 
+@pytest.mark.trainings
+def test_rewards_of_paused_completions_get_values_as_written_after_a_resume(folder):
+    (folder / "resumed.py").write_text(
+        "seen = []\ndef reward(completions, n, o, **kwargs):\n"
+        "    seen.append(list(map(str, zip(n, o))))\n    return [float(len(text)) for text in completions]\n"
+    )
+    write(folder / "odd.jsonl", WRITTEN.replace("42", "0.10").replace("true", "1.0e0"))
+    settings = {
+        "dataset_name": "odd.jsonl", "reward_funcs": "resumed.reward", "steps_per_generation": 1, "max_steps": 4,
+        "partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "gradient_checkpointing": "true",
+        "save_strategy": "steps", "save_steps": 1,
+    }  # fmt: skip
+    run(**settings)
+    import resumed
+
+    straight = resumed.seen[:]
+    for step in (1, 2, 3):
+        resumed.seen.clear()
+        run(**settings, resume_from_checkpoint=f"out/checkpoint-{step}", output_dir=f"from_{step}")
+        assert resumed.seen == straight[step:]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_name_with_brackets_is_that_file_and_no_other(tmp_path, streaming):
     (tmp_path / "data[1].jsonl").write_text("\n".join(map(json.dumps, ROWS)))
