@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import is_peft_model
 
+from ..bapo_config import check_copied, copied_settings
 from ..checkpoints.curves import load_curves, save_curves
 from ..clip_bounds import ClipBounds, Contributions, size_contributions
 from ..clip_bounds.controller import ClipBoundController
@@ -85,6 +86,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
                 "The adapter has `trainable_token_indices`, which TRL's asynchronous trainer cannot send to vLLM: "
                 "remove it from the `peft_config`, or use `BAPOTrainer`."
             )
+        self._copied_settings = copied_settings(self)
         self._sends_merged_copies = merges_floats(self.model) and not self._lora_sync
         if self._sends_merged_copies:
             check_tied_weights(self.model)
@@ -95,6 +97,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         return self._bounds.current
 
     def train(self, *args, **kwargs):
+        check_copied(self, self._copied_settings)
         self._start_search()
         return super().train(*args, **kwargs)
 
@@ -115,6 +118,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         self.epsilon_high = bounds.high - 1
 
     def get_batch_samples(self, *args, **kwargs):
+        check_copied(self, self._copied_settings)
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         if batches:
             totals = self._total_absolute_advantages(batches) if self._bounds.carries_over else None
