@@ -399,6 +399,20 @@ def overlap_time_table() -> str:
     )
 
 
+def layout_table() -> str:
+    """Return what micro-batches without padding save, by the lengths and the advantages of the samples."""
+    lines = []
+    for row in json.loads((RESULTS / "layout_cost.json").read_text())["results"]:
+        ratios = [
+            f"{row[name]['median']:.2f} ({row[name]['lower_quartile']:.2f} to {row[name]['upper_quartile']:.2f})"
+            for name in ("update", "generation")
+        ]
+        lines.append([row["name"], *ratios, f"{row['memory']:.2f}", f"{row['computed']:.2f}"])
+    return markdown(
+        ["completions", "update", "generation with its scoring", "peak memory", "computed / tokens"], lines
+    )
+
+
 def overlap_accuracy_table() -> str:
     """Return final accuracies without and with overlapped generation, and the difference."""
     lines = []
@@ -437,6 +451,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_chat": gpu_chat_table,
     "gpu_curve": gpu_curve_table,
     "health": health_table,
+    "layout": layout_table,
     "overlap_time": overlap_time_table,
     "overlap_accuracy": overlap_accuracy_table,
     "async": async_table,
