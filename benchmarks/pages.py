@@ -373,6 +373,16 @@ def gpu_curve_table() -> str:
     return markdown(["update", *(str(log["step"]) for log in run)], lines)
 
 
+def chat_rate_table() -> str:
+    """Return the accuracies of the chat model on a CPU at the recipe's learning rate, by update and seed."""
+    rows = json.loads((RESULTS / "smollm2_sums.json").read_text())["rows"]
+    lines = [
+        [str(row["seed"]), *(f"{accuracy:.2f}" for _, accuracy in row["curve"]), f"{row['max_drawdown']:.2f}"]
+        for row in rows
+    ]
+    return markdown(["seed", *(str(step) for step, _ in rows[0]["curve"]), "largest drop"], lines)
+
+
 def lora_transfer_table() -> str:
     """Return how far vLLM's weights are from the trainer's policy, by the adapter's training."""
     results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
@@ -450,6 +460,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lora_transfer": lora_transfer_table,
     "gpu_chat": gpu_chat_table,
     "gpu_curve": gpu_curve_table,
+    "chat_rate": chat_rate_table,
     "health": health_table,
     "layout": layout_table,
     "overlap_time": overlap_time_table,
