@@ -172,6 +172,20 @@ def keeping_frozen(model: torch.nn.Module) -> Iterator[None]:
                 parameter.requires_grad = requires_grad
 
 
+@contextmanager
+def keeping_types(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Restore the type of each trained parameter.
+
+    peft makes the adapter of a checkpoint float32, but TRL trains an adapter on quantized weights in bfloat16. So a
+    resumed run would go on in another type. Needed up to peft 0.21 at least.
+    """
+    before = [(parameter, parameter.dtype) for parameter in model.parameters() if parameter.requires_grad]
+    yield
+    for parameter, dtype in before:
+        parameter.data = parameter.data.to(dtype)
+
+
 def end_training(trainer: Any) -> None:
     """
     Finish the trackers and leave the process group; the trainer cannot train afterwards.
