@@ -200,4 +200,5 @@ TABLES = {
     "colocate": _sampled,
     "learns": _learns,
     "chat": _chat,
+    "qlora": _chat,
 }
