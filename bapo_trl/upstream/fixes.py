@@ -180,9 +180,10 @@ def keeping_types(model: torch.nn.Module) -> Iterator[None]:
     peft makes the adapter of a checkpoint float32, but TRL trains an adapter on quantized weights in bfloat16. So a
     resumed run would go on in another type. Needed up to peft 0.21 at least.
     """
-    before = [(parameter, parameter.dtype) for parameter in model.parameters() if parameter.requires_grad]
+    before = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     yield
-    for parameter, dtype in before:
+    for name, dtype in before.items():
+        parameter = model.get_parameter(name)
         parameter.data = parameter.data.to(dtype)
 
 

@@ -31,8 +31,11 @@ def send_merged_copies(trainer: Any) -> None:
     if not needs_copies(trainer.model):
         return
     generation = trainer.vllm_generation
-    check_engine(trainer.model, engine_config(generation))
-    types = Types(engine_dtype(generation), AUTOCAST.get(trainer.accelerator.mixed_precision))
+    config = engine_config(generation)
+    check_engine(trainer.model, config)
+    types = Types(
+        _FLOATS.get(str(config.get("dtype")).split(".")[-1]), AUTOCAST.get(trainer.accelerator.mixed_precision)
+    )
     sync_weights = generation.sync_weights
 
     def sync_merged_copies():
@@ -193,9 +196,3 @@ def check_tied_weights(model: Any) -> None:
                 "from another policy. Remove them from `target_modules` and `modules_to_save`, or load the model with "
                 "`tie_word_embeddings` False."
             )
-
-
-def engine_dtype(generation: Any) -> torch.dtype | None:
-    """Return the dtype of the engine's weights; for a server, only in the main process, which sends them."""
-    dtype = engine_config(generation).get("dtype")
-    return dtype if isinstance(dtype, torch.dtype) else _FLOATS.get(str(dtype).split(".")[-1])

@@ -43,7 +43,7 @@ def in_folder(trained, monkeypatch):
 
 def test_an_adapter_is_trained_evaluated_and_merged_into_the_unquantized_model(in_folder):
     adapter = load_file("out/adapter_model.safetensors")
-    assert max(weight.abs().max() for name, weight in adapter.items() if "lora_B" in name) > 0.1
+    assert max(weight.abs().max() for name, weight in adapter.items() if "lora_B" in name) > 0.01
     found = results()
     assert {"before_reward", "eval_reward"} <= set(found)
     assert Path("out/report.png").exists()

@@ -152,5 +152,5 @@ def test_an_adapter_on_another_type_of_quantized_layer(monkeypatch, tmp_path):
     )
     layer = trainer.model.base_model.model.model.layers[0].self_attn.q_proj
     layer.base_layer = PackedLinear(16, 16)
-    with pytest.raises(InputError, match=r"on layers of type PackedLinear .* `load_in_4bit`"):
+    with pytest.raises(InputError, match=r"on layers of type PackedLinear, .* `load_in_4bit`"):
         send_merged_copies(SimpleNamespace(model=trainer.model))
