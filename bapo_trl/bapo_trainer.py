@@ -48,6 +48,7 @@ from .upstream.model_card import PAPER, rewrite_card
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict, uses_vllm_server
 from .vllm_server.merged_adapters import send_merged_copies
 from .vllm_server.mismatch import DifferenceCheck, client_for, compare_with_sampler
+from .vllm_server.quantized import prepare_quantized, unquantized_engine
 from .vllm_server.stale_server import make_server_check
 
 
@@ -109,11 +110,15 @@ class BAPOTrainer(AtomicCheckpoints):
         if trains:
             check_number_of_prompts(train_dataset, args)
 
-        uses_server = args.use_vllm and args.vllm_mode == "server"
-        client = client_for(args.device, args.vllm_request_timeout) if uses_server else nullcontext()
-        with client:
+        backend: Any = nullcontext()
+        if args.use_vllm:
+            uses_server = args.vllm_mode == "server"
+            backend = client_for(args.device, args.vllm_request_timeout) if uses_server else unquantized_engine()
+        with backend:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
+        zero = self.args.deepspeed_plugin
+        prepare_quantized(self.model, self.is_fsdp_enabled or (zero is not None and zero.zero_stage == 3))
         self._copied_settings = copied_settings(self)
         if args.log_completions:
             fixes.replace_what_stdout_cannot_encode()
@@ -580,7 +585,7 @@ class BAPOTrainer(AtomicCheckpoints):
             save_curves(self._bounds, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
-        with fixes.keeping_frozen(self.model):
+        with fixes.keeping_frozen(self.model), fixes.keeping_types(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
             fixes.load_trained_adapter(self, resume_from_checkpoint)
 

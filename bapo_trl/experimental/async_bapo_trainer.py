@@ -17,7 +17,7 @@ from ..clip_bounds.grid import SINGLE_POINT
 from ..clip_bounds.tokens import PolicyTokens, policy_tokens
 from ..errors import InputError
 from ..upstream.model_card import PAPER
-from ..vllm_server.merged_adapters import AUTOCAST, Types, check_tied_weights, merges_floats, merging_copies
+from ..vllm_server.merged_adapters import AUTOCAST, Types, merging_copies, needs_copies
 from .async_bapo_config import AsyncBAPOConfig
 from .async_grpo_compat import AsyncGRPOTrainer, check_async_trl
 
@@ -87,9 +87,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
                 "remove it from the `peft_config`, or use `BAPOTrainer`."
             )
         self._copied_settings = copied_settings(self)
-        self._sends_merged_copies = merges_floats(self.model) and not self._lora_sync
-        if self._sends_merged_copies:
-            check_tied_weights(self.model)
+        self._sends_merged_copies = not self._lora_sync and needs_copies(self.model)
         self._start_search()
 
     @property

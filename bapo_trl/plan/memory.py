@@ -244,6 +244,9 @@ def plan_memory(
     if args.use_vllm and args.vllm_mode == "colocate" and not gpu_memory:
         notes.append(f"vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the GPU besides (no GPU is here).")
 
+    if args.use_vllm and precision.quantized_weight is not None:
+        notes.append(f"vLLM holds the model unquantized: {2 * shape.weights / GIB:.2f} GiB of weights in bfloat16.")
+
     def of(shapes: list[BatchShape], checkpointing: bool) -> Memory:
         attention = init.get("attn_implementation") or "sdpa"
         return estimate(args, shape, precision, shapes, sampled_rows, checkpointing, attention, sharding, gpu_memory)

@@ -153,8 +153,8 @@ def check_packages(settings: Settings) -> None:
     needed = {
         "use_vllm": (training_args.use_vllm, "vllm", "'bapo-trl[vllm]'"),
         "use_peft": (model_args.use_peft, "peft", "'bapo-trl[peft]'"),
-        "load_in_4bit": (model_args.load_in_4bit, "bitsandbytes", "bitsandbytes"),
-        "load_in_8bit": (model_args.load_in_8bit, "bitsandbytes", "bitsandbytes"),
+        "load_in_4bit": (model_args.load_in_4bit, "bitsandbytes", "'bapo-trl[qlora]'"),
+        "load_in_8bit": (model_args.load_in_8bit, "bitsandbytes", "'bapo-trl[qlora]'"),
         "use_liger_kernel": (training_args.use_liger_kernel, "liger_kernel", "liger-kernel"),
         "reward_funcs": (_NEED_MATH & {*(script_args.reward_funcs or ())}, "math_verify", "'bapo-trl[math]'"),
     }

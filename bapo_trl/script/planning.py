@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers import training_args as of_transformers
 from transformers.integrations import get_reporting_integration_callbacks
-from trl import get_peft_config, get_quantization_config
+from trl import get_peft_config
 
 from ..errors import InputError
 from ..inputs.setting_warnings import setting_warnings
@@ -24,7 +24,7 @@ from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
 from .earlier_run import check_checkpoint, check_start
 from .models import Parts, load_processing_class, merged_folder, merges_alone, parts_of
-from .preparation import Inputs, gather_inputs, init_kwargs_of, load_data_and_rewards
+from .preparation import Inputs, gather_inputs, init_kwargs_of, load_data_and_rewards, quantization_of
 
 
 _DRY_RUN = "dry run, no weights are loaded, nothing is written."
@@ -104,7 +104,7 @@ def _print_run(
                 inputs.processing_class,
                 processes,
                 peft_config=_adapter(settings, inputs.parts),
-                quantization_config=get_quantization_config(model_args),
+                quantization_config=quantization_of(training_args, model_args),
                 mean_length=mean_length,
                 sharding=sharding,
             )

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import strftime
 from typing import Any
@@ -145,16 +145,27 @@ def init_kwargs_of(training_args: BAPOConfig, model_args: ModelConfig, revision:
     return {
         "revision": revision,
         "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft),
+        "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft, _is_quantized(model_args)),
         "trust_remote_code": training_args.trust_remote_code,
         **(training_args.model_init_kwargs or {}),  # type: ignore[dict-item]
     }
 
 
+def quantization_of(training_args: BAPOConfig, model_args: ModelConfig) -> Any:
+    """Return how bitsandbytes quantizes the base weights, if it does: 4-bit layers compute in autocast's type."""
+    types = {"bfloat16": training_args.bf16, "float16": training_args.fp16}
+    own = None if model_args.dtype == "auto" else model_args.dtype
+    return get_quantization_config(replace(model_args, dtype=next((name for name in types if types[name]), own)))
+
+
+def _is_quantized(model_args: ModelConfig) -> bool:
+    return model_args.load_in_4bit or model_args.load_in_8bit
+
+
 def _model_argument(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
     """Return what the trainer is to be given: a model's name and its quantization, or a saved adapter, loaded."""
     init_kwargs = init_kwargs_of(training_args, model_args, model_args.model_revision)
-    quantization = get_quantization_config(model_args)
+    quantization = quantization_of(training_args, model_args)
     if len(inputs.parts) == 1:
         training_args.model_init_kwargs = init_kwargs
         return inputs.parts[0][0], quantization

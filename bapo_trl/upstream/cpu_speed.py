@@ -35,14 +35,14 @@ def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
     return f"CPU: {threads} thread{'s' * (threads > 1)}, {dtype}{support}"
 
 
-def base_dtype(args: GRPOConfig, trains_adapter: bool) -> str:
+def base_dtype(args: GRPOConfig, trains_adapter: bool, is_quantized: bool = False) -> str:
     """
     Return the dtype to load the weights in, if the user has not set one.
 
     Frozen weights under bfloat16 autocast can be bfloat16 themselves, which makes generation, outside of autocast,
-    twice as fast. Trained weights stay float32, as in TRL.
+    twice as fast. So they are beside quantized weights, on any device. Trained weights stay float32, as in TRL.
     """
-    return "bfloat16" if args.use_cpu and args.bf16 and trains_adapter else "float32"
+    return "bfloat16" if args.bf16 and (is_quantized or (args.use_cpu and trains_adapter)) else "float32"
 
 
 def has_bfloat16() -> bool:

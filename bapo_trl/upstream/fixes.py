@@ -172,6 +172,21 @@ def keeping_frozen(model: torch.nn.Module) -> Iterator[None]:
                 parameter.requires_grad = requires_grad
 
 
+@contextmanager
+def keeping_types(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Restore the type of each trained parameter.
+
+    peft makes the adapter of a checkpoint float32, but TRL trains an adapter on quantized weights in bfloat16. So a
+    resumed run would go on in another type. Needed up to peft 0.21 at least.
+    """
+    before = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    yield
+    for name, dtype in before.items():
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.to(dtype)
+
+
 def end_training(trainer: Any) -> None:
     """
     Finish the trackers and leave the process group; the trainer cannot train afterwards.

@@ -48,8 +48,10 @@ def uses_vllm_server(trainer: GRPOTrainer) -> bool:
     return trainer.use_vllm and trainer.vllm_mode == "server" and HAS_OPENAI_CLIENT
 
 
-TRANSFER_NAMES = ("merge_adapter", "named_parameters", "sync_weights", "unmerge_adapter")
-"""Methods with which `VLLMGeneration` sends a model with an adapter: its own methods and methods of the model."""
+TRANSFER_NAMES = (
+    "_init_vllm", "is_bitsandbytes_available", "merge_adapter", "named_parameters", "sync_weights", "unmerge_adapter"
+)  # fmt: skip
+"""Names with which `VLLMGeneration` makes its engine and sends a model with an adapter."""
 
 CLIENT_METHODS: Mapping[str, Sequence[str]] = {
     "_post": ("url",),

@@ -3,7 +3,8 @@ Send merged weights of a model with an adapter to vLLM, without changing the tra
 
 TRL merges the adapter into the model, sends `named_parameters()`, and unmerges. In bfloat16, this merge loses changes
 below half a unit in the last place of a weight, as an adapter's are for hundreds of updates, and unmerging does not
-restore the weights exactly. Here, one layer at a time is copied, merged in float32, and rounded stochastically.
+restore the weights exactly. Here, one layer at a time is copied, merged in float32, and rounded stochastically. Layers
+that bitsandbytes quantized are dequantized before.
 """
 
 import copy
@@ -17,6 +18,7 @@ import torch
 from accelerate.utils import is_peft_model
 
 from ..errors import InputError
+from .quantized import check_engine, engine_config, float_class, full_layer, is_quantized
 from .stochastic_rounding import noise_seed, round_stochastically
 
 
@@ -26,11 +28,14 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def send_merged_copies(trainer: Any) -> None:
     """Have `vllm_generation` send merged copies of the layers with an adapter. Needed up to TRL 1.16 at least."""
-    if not merges_floats(trainer.model):
+    if not needs_copies(trainer.model):
         return
-    check_tied_weights(trainer.model)
     generation = trainer.vllm_generation
-    types = Types(engine_dtype(generation), AUTOCAST.get(trainer.accelerator.mixed_precision))
+    config = engine_config(generation)
+    check_engine(trainer.model, config)
+    types = Types(
+        _FLOATS.get(str(config.get("dtype")).split(".")[-1]), AUTOCAST.get(trainer.accelerator.mixed_precision)
+    )
     sync_weights = generation.sync_weights
 
     def sync_merged_copies():
@@ -73,29 +78,30 @@ def named_merged(model: Any, version: int, types: Types) -> Iterator[tuple[str, 
     """Yield a model's named parameters, with the adapters merged, one layer at a time."""
     path, merged = None, {}
     for name, parameter in type(model).named_parameters(model):
-        layer_path, _, own_name = name.partition(".base_layer.")
-        layer = model.get_submodule(layer_path) if own_name else None
-        if not _has_adapter(layer):
+        layer_path = name.partition(".base_layer.")[0] if ".base_layer." in name else name.rpartition(".")[0]
+        layer = model.get_submodule(layer_path)
+        if not (is_quantized(layer) or (".base_layer." in name and _has_adapter(layer))):
             if ".trainable_tokens_" not in name:  # of `trainable_token_indices`: TRL up to 1.16 at least sends them
                 yield name, parameter
             continue
-        dtype = types.engine or parameter.dtype
+        own_dtype = model.dtype if _base_is_quantized(layer) else parameter.dtype
+        dtype = types.engine or own_dtype
         if layer_path != path:  # a layer's parameters come one after another
             # Under autocast, the forward pass rounds only the base weight, to the nearest
             path, merged = layer_path, merged_copy(layer, dtype if dtype == types.forward else torch.float32)
-        weight = merged[f"base_layer.{own_name}"]
+        weight = merged[name.removeprefix(f"{layer_path}.")]
         # With `target_parameters`, the forward pass adds the adapter to the weight, and rounds the sum to the nearest
         if dtype != torch.float32 and not hasattr(layer, "parameter_name"):
             weight = round_stochastically(weight, dtype, noise_seed(version, name))
         # The same dtype in every transfer, as TRL announces the dtypes once
-        weight = weight.to(dtype).to(torch.promote_types(dtype, parameter.dtype))
+        weight = weight.to(dtype).to(torch.promote_types(dtype, own_dtype))
         # TRL keeps the adapter's module in the name
         yield name.replace(".token_adapter.", "."), _placed_like(weight, parameter)
 
 
 def merged_copy(layer: torch.nn.Module, base_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """
-    Merge the active adapters of a layer into a float32 copy, with its base weights rounded to `base_dtype`.
+    Merge the active adapters of a layer, if it has any, into a float32 copy; round its base weights to `base_dtype`.
 
     peft does the merge, so that any kind of adapter works. Returns the copy's parameters by name.
     """
@@ -112,7 +118,11 @@ def merged_copy(layer: torch.nn.Module, base_dtype: torch.dtype = torch.float32)
 
 def _copy_in_float32(module: torch.nn.Module) -> torch.nn.Module:
     """Copy a module and its tensors. `deepcopy` would also copy the engine, which ZeRO-3's hooks refer to."""
+    if is_quantized(module):
+        return full_layer(module)
     copied = copy.copy(module)
+    if _has_adapter(module) and _base_is_quantized(module):
+        copied.__class__, copied.fan_in_fan_out = float_class(module), False
     attributes = vars(copied)
     for name, value in attributes.items():
         if isinstance(value, (dict, list)):  # such as the names of the merged adapters
@@ -151,13 +161,24 @@ def _has_adapter(module: Any) -> bool:
     return isinstance(module, BaseTunerLayer)
 
 
-def merges_floats(model: Any) -> bool:
-    """Return whether the model has adapters to merge, and none on quantized weights, which peft merges itself."""
-    if not is_peft_model(model):
-        return False
-    layers = [module for module in model.modules() if _has_adapter(module)]
-    types = [{parameter.dtype for parameter in layer.get_base_layer().parameters()} for layer in layers]
-    return bool(layers) and all(each and each <= set(_FLOATS.values()) for each in types)
+def _base_is_quantized(layer: Any) -> bool:
+    return is_quantized(layer.get_base_layer() if _has_adapter(layer) else layer)
+
+
+def needs_copies(model: Any) -> bool:
+    """Return whether the model has adapters to merge; raise an `InputError` for those that cannot be merged."""
+    layers = [module for module in model.modules() if _has_adapter(module)] if is_peft_model(model) else []
+    for layer in layers:
+        base = layer.get_base_layer()
+        types = {weight.dtype for weight in base.parameters()}
+        if not (is_quantized(base) or (types and types <= set(_FLOATS.values()))):
+            raise InputError(
+                f"The adapter is on layers of type {type(base).__name__}, and cannot be merged into them for vLLM: "
+                "load the unquantized model, with `load_in_4bit` to save memory, or set `use_vllm` to False."
+            )
+    if layers:
+        check_tied_weights(model)
+    return bool(layers)
 
 
 def check_tied_weights(model: Any) -> None:
@@ -175,12 +196,3 @@ def check_tied_weights(model: Any) -> None:
                 "from another policy. Remove them from `target_modules` and `modules_to_save`, or load the model with "
                 "`tie_word_embeddings` False."
             )
-
-
-def engine_dtype(generation: Any) -> torch.dtype | None:
-    """Return the dtype of the engine's weights; for a server, only in the main process, which sends them."""
-    if generation.mode == "colocate":
-        return getattr(generation.llm.llm_engine.model_config, "dtype", None)
-    if not hasattr(getattr(generation, "vllm_client", None), "get_server_info"):  # up to TRL 1.15
-        return None
-    return _FLOATS.get(str(generation.vllm_client.get_server_info()["model_config"].get("dtype")).split(".")[-1])

@@ -31,6 +31,8 @@ Parts, with their goals relative to GRPOTrainer:
               rollouts: four curves that agree
     chat      SmolLM2-135M with LoRA (`--chat_model FOLDER`), three seeds: adapter rounded to the nearest and
               stochastically, with and without replay and partial rollouts: rewards as when sampled by transformers
+    qlora     SmolLM2-135M with LoRA (`--chat_model FOLDER`), its base in 4 bits and in bfloat16: rewards by vLLM
+              and by transformers
     rollouts  partial rollouts against whole generations, long-tailed lengths: 1.5 times less wall time
 """
 
@@ -84,7 +86,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)}; all by default")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=MINUTES, help="limit on the whole; default: %(default)s")
-    parser.add_argument("--chat_model", type=Path, metavar="FOLDER", help="SmolLM2-135M-Instruct, for the part `chat`")
+    parser.add_argument(
+        "--chat_model", type=Path, metavar="FOLDER", help="SmolLM2-135M-Instruct, for the parts `chat` and `qlora`"
+    )
     parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="where DeepSpeed is, for the part `sharded`")
     return parser
 

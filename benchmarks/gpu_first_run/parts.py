@@ -8,7 +8,7 @@ from benchmarks import partial_rollouts, search_cost
 from benchmarks.common import in_turns
 from benchmarks.gpu_first_run.layouts import layout
 from benchmarks.gpu_first_run.runs import runs
-from benchmarks.gpu_first_run.sampled import chat, colocate, learns
+from benchmarks.gpu_first_run.sampled import chat, colocate, learns, qlora
 from benchmarks.gpu_first_run.sharded import sharded
 from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, free
 from benchmarks.gpu_first_run.updates import cost, memory, reads
@@ -61,6 +61,6 @@ def _time_rollouts(setup: Setup) -> dict:
 
 PARTS: dict[str, Callable[[Setup], dict[str, Case]]] = {
     part.__name__: part
-    for part in (search, cost, layout, memory, reads, runs, rollouts, sharded, colocate, learns, chat)
+    for part in (search, cost, layout, memory, reads, runs, rollouts, sharded, colocate, learns, chat, qlora)
 }  # fmt: skip
-OWN_PROCESS = ("sharded", "colocate", "learns", "chat")  # parts whose cases have one each; the others share one
+OWN_PROCESS = ("sharded", "colocate", "learns", "chat", "qlora")  # parts whose cases have one each; the others share one

@@ -1,4 +1,4 @@
-"""Parts `colocate`, `learns` and `chat`: training with vLLM in colocate mode, compared with transformers' sampler."""
+"""Parts `colocate`, `learns`, `chat` and `qlora`: training over vLLM in colocate mode, or transformers' sampler."""
 
 import importlib.util
 import tempfile
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BitsAndBytesConfig
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, load_chat_sums
@@ -130,7 +130,25 @@ def chat(setup: Setup) -> dict[str, Case]:
     }  # fmt: skip
 
 
-def _chat(setup: Setup, name: str, settings: dict, merge: str | None, seed: int) -> dict:
+def qlora(setup: Setup) -> dict[str, Case]:
+    lacks = None if importlib.util.find_spec("bitsandbytes") else "bitsandbytes is not installed"
+    lacks = lacks if setup.chat_model else "needs a model: `--chat_model FOLDER`"
+    # Rounding of the merged adapter, and whether the base is in 4 bits
+    variants = {
+        "bfloat16, vLLM": ("stochastic", False),
+        "4 bits, vLLM": ("stochastic", True),
+        "4 bits, transformers": (None, True),
+    }
+    return {
+        name: Case(
+            partial(_chat, setup, name, {}, merge, setup.seed, in_4_bits), stage=1,
+            lacks=lacks or (find_lack_of_vllm(setup) if merge else None),
+        )
+        for name, (merge, in_4_bits) in variants.items()
+    }  # fmt: skip
+
+
+def _chat(setup: Setup, name: str, settings: dict, merge: str | None, seed: int, in_4_bits: bool = False) -> dict:
     recipe = yaml.safe_load((ROOT / "recipes" / "smollm2_sums.yaml").read_text())
     own = {
         key: value
@@ -147,6 +165,11 @@ def _chat(setup: Setup, name: str, settings: dict, merge: str | None, seed: int)
         "reward_funcs": task.reward_func,
         "processing_class": AutoTokenizer.from_pretrained(setup.chat_model),
     }
+    if in_4_bits:
+        compute = torch.bfloat16 if setup.on_gpu else torch.float32
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
+        )
     return train(setup, name, str(setup.chat_model), given, uses_lora=True, merge=merge, **options)
 
 

@@ -41,6 +41,7 @@ TITLES = {
     "colocate": "vLLM in colocate mode, random weights",
     "learns": "Learning of the embedded task by both samplers",
     "chat": "Learning of a chat model by both samplers",
+    "qlora": "Learning of a chat model in 4 bits and in bfloat16",
 }
 
 
@@ -228,4 +229,5 @@ TABLES = {
     "colocate": _sampled,
     "learns": _learns,
     "chat": _chat,
+    "qlora": _chat,
 }

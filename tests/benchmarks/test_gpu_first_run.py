@@ -22,7 +22,7 @@ from trl.generation import vllm_generation
 
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import TRAIN
-from bapo_trl.tasks import character_tokenizer
+from bapo_trl.tasks import character_tokenizer, load_task
 from benchmarks.common import ROOT
 from benchmarks.gpu_first_run import __main__, layouts, parts, plan, runs, sampled, shapes, sharded, trainers, updates
 from benchmarks.gpu_first_run.table import passes, render
@@ -30,6 +30,7 @@ from benchmarks.layout_cost import make
 from tests.helpers.commands import run_command
 from tests.helpers.forked import run_python
 from tests.helpers.scripted_llm import SamplingParams, ScriptedLLM
+from tests.helpers.toy import toy_model
 
 
 pytestmark = pytest.mark.trainings
@@ -46,7 +47,7 @@ def call(*arguments: object) -> subprocess.CompletedProcess:
 def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut(tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     tiny = ("--device", "cpu", "--sizes", "tiny", "--parts")
-    made = call(*tiny, "runs", "cost", "layout", "search", "rollouts", "memory", "reads", "colocate", "chat",
+    made = call(*tiny, "runs", "cost", "layout", "search", "rollouts", "memory", "reads", "colocate", "chat", "qlora",
                 "--output", first)  # fmt: skip
     assert made.returncode == 0, made.stderr
     content = json.loads(first.read_text())
@@ -58,7 +59,7 @@ def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut
         "runs": {None}, "cost": {None}, "layout": {None}, "search": {None}, "rollouts": {None},
         "memory": {"needs a GPU, not cpu"},
         "reads": {"needs a GPU, not cpu"}, "colocate": {"needs a GPU, not cpu"},
-        "chat": {"needs a model: `--chat_model FOLDER`"},
+        "chat": {"needs a model: `--chat_model FOLDER`"}, "qlora": {"needs a model: `--chat_model FOLDER`"},
     }  # fmt: skip
     trained = content["parts"]["runs"]["cases"]
     assert all(passes(row) for row in trained.values())
@@ -422,6 +423,19 @@ def test_chat_asks_for_each_merge_and_each_runner_with_each_seed(tmp_path, monke
         assert merge is None or f"merge {merge}" in name
         assert ("replay_capacity" in settings) == ("replay" in name)
         assert ("partial_rollout_oversampling" in settings) == ("partial rollouts" in name)
+
+
+@pytest.mark.parametrize("case", ["bfloat16, vLLM", "4 bits, vLLM"])
+def test_qlora_trains_a_model_in_4_bits_over_vllm(case, scripted_vllm, tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(sampled, "load_chat_sums", lambda seed: load_task(seed))
+    toy_model(hidden_size=64).save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    setup = dataclasses.replace(TINY, chat_model=tmp_path)
+    row = sampled.qlora(setup)[case].measure()
+    assert row["updates"] == TINY.sizes.chat_updates
+    assert all(one["sampling/sampling_logp_difference/mean"] < 0.02 for one in row["generations"])
+    assert f"| {case} " in shown_alone("qlora", {case: row})
 
 
 def test_rewards_of_the_chat_model_are_averaged_over_seeds():

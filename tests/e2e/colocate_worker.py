@@ -3,7 +3,8 @@ Trains by vLLM's real engine in colocate mode, on a CPU, or by transformers' sam
 
 Started with the folder of the results and settings in JSON: `model` and `uses_vllm`, `uses_lora`, `resume`, and those
 of `BAPOConfig`. The result has `log_prob_difference`, the largest one between what a trained token's sampler said and
-a plain forward pass under the weights of its version.
+a plain forward pass under the weights of its version. With `quantization`, arguments of a `BitsAndBytesConfig`, it has
+`engine`, what the engine holds beyond the trainer's dequantized weights, in shares of the adapter.
 """
 
 import json
@@ -14,11 +15,12 @@ from functools import partial
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from bapo_trl import BAPOConfig
 from bapo_trl.tasks import load_task
 from tests.e2e.launching import LEARNS
+from tests.helpers.alike import assert_same_tensors
 from tests.helpers.ranks import finish
 from tests.helpers.scores import score
 from tests.helpers.toy import CPU
@@ -32,6 +34,12 @@ COLOCATE = {
     "use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": "token_truncate",
     "vllm_gpu_memory_utilization": 0.05, "vllm_max_model_length": 64,
 }  # fmt: skip
+
+
+FUSED = (
+    ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")), ("self_attn", "o_proj", ("o_proj",)),
+    ("mlp", "gate_up_proj", ("gate_proj", "up_proj")), ("mlp", "down_proj", ("down_proj",)),
+)  # fmt: skip
 
 
 def take_the_real_engine(dtype: str) -> None:
@@ -50,10 +58,50 @@ def take_the_real_engine(dtype: str) -> None:
     )
 
 
+def packed_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the weights that are not the adapter's."""
+    return {name: weight.detach().clone() for name, weight in model.named_parameters() if "lora_" not in name}
+
+
+@torch.no_grad()
+def what_the_engine_has(trainer) -> dict:
+    """Send the weights, and compare those of vLLM's fused layers with what the trainer's forward pass uses."""
+    trainer.vllm_generation.sync_weights()
+    engine = trainer.vllm_generation.llm.llm_engine
+    served = dict(engine.model_executor.driver_worker.model_runner.model.named_parameters())
+    beyond, products, largest = [], [], 0.0
+    for number, layer in enumerate(trainer.model.base_model.model.model.layers):
+        for block, fused, names in FUSED:
+            parts = [getattr(getattr(layer, block), name) for name in names]
+            base = torch.cat([full_weight(part.base_layer) for part in parts]).float()
+            product = torch.cat([part.lora_B.default.weight.float() @ part.lora_A.default.weight.float()
+                                 * part.scaling["default"] for part in parts])  # fmt: skip
+            sent = served[f"model.layers.{number}.{block}.{fused}.weight"].float()
+            step = 2.0**-7 * 2.0 ** (base + product).abs().clamp(min=1e-30).log2().floor()
+            largest = max(largest, ((sent - base - product).abs() / step).max().item())
+            beyond.append((sent - base).flatten())
+            products.append(product.flatten())
+    beyond, products = torch.cat(beyond), torch.cat(products)
+    config = engine.model_config
+    return {
+        "share": (beyond @ products / products.square().sum()).item(), "steps": largest,
+        "dtype": str(config.dtype), "quantization": config.quantization,
+    }  # fmt: skip
+
+
+def full_weight(layer: torch.nn.Module) -> torch.Tensor:
+    """Return the weight of a quantized layer by the outputs of its forward pass for unit vectors."""
+    bias, layer.bias = layer.bias, None
+    unit = torch.eye(layer.in_features, dtype=torch.bfloat16)
+    full = layer.train()(unit).T
+    layer.bias = bias
+    return full
+
+
 def main(folder: str, settings: str) -> None:
     given = json.loads(settings)
     model, uses_vllm, uses_lora = given.pop("model"), given.pop("uses_vllm", True), given.pop("uses_lora", False)
-    resume = given.pop("resume", None)
+    resume, quantization = given.pop("resume", None), given.pop("quantization", None)
     dtype = "bfloat16" if uses_lora else "float32"
     if uses_vllm:
         take_the_real_engine(dtype)
@@ -63,7 +111,9 @@ def main(folder: str, settings: str) -> None:
     trainer = Recording(
         model, task.reward_func, args, train_dataset=task.train_dataset,
         peft_config=LoraConfig(r=8, lora_alpha=32, target_modules="all-linear") if uses_lora else None,
+        quantization_config=quantization and BitsAndBytesConfig(**quantization),
     )  # fmt: skip
+    packed = packed_weights(trainer.model)
     trainer.train(resume_from_checkpoint=resume)
     kind = "sampling_per_token_logps" if uses_vllm else "old_per_token_logps"
     rows = list(trained_rows(trainer, kind))
@@ -77,7 +127,12 @@ def main(folder: str, settings: str) -> None:
         )
     save_file({k: v.contiguous() for k, v in trainer.model.state_dict().items()}, f"{folder}/weights.safetensors")
     spans = sum(len(versions.unique()) > 1 for _, _, versions, _ in rows)
-    finish(trainer, folder, log_prob_difference=difference, rows=len(rows), rows_of_several_versions=spans)
+    if quantization is not None:
+        assert_same_tensors(packed_weights(trainer.model), packed)
+    engine = what_the_engine_has(trainer) if quantization and uses_vllm else None
+    finish(
+        trainer, folder, engine=engine, log_prob_difference=difference, rows=len(rows), rows_of_several_versions=spans
+    )
 
 
 if __name__ == "__main__":

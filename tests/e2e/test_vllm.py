@@ -12,9 +12,10 @@ from unittest.mock import patch
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from bapo_trl.tasks import character_tokenizer, load_task
+from bapo_trl.vllm_server.quantized import prepare_quantized
 from bapo_trl_gloo.client import GlooVLLMClient
 from bapo_trl_gloo.weight_group import open_weight_store
 from benchmarks.tiny_model import MODEL_SETTINGS, tiny_model
@@ -133,6 +134,21 @@ def test_lora_adapters_reach_the_server_merged(tmp_path, server, engine):
     assert not (tmp_path / "final" / "model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained(server.untrained)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "final").merge_and_unload()
+    assert_server_has(server.port, model, AutoTokenizer.from_pretrained(server.trained))
+
+
+def test_a_base_in_4_bits_and_its_adapter_reach_an_unquantized_server(tmp_path, server):
+    quantization = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
+    settings = {"max_steps": 8, "uses_lora": True, "learning_rate": 1e-3, "rewards_digits": True}
+    given = settings_for(server, model=str(server.untrained), quantization=quantization, **settings)
+    succeeded(run_python(["-m", "tests.e2e.vllm_worker", tmp_path, given]))
+    logs = read_ranks(tmp_path, 1)[0]["logs"]
+    assert max(log["sampling/sampling_logp_difference/mean"] for log in logs if "reward" in log) < 0.02
+    base = AutoModelForCausalLM.from_pretrained(
+        server.untrained, quantization_config=BitsAndBytesConfig(**quantization), dtype="float32"
+    )
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "final").eval()
+    prepare_quantized(model, is_sharded=False)
     assert_server_has(server.port, model, AutoTokenizer.from_pretrained(server.trained))
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from peft import LoraConfig
+from transformers import BitsAndBytesConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_task
@@ -29,8 +30,12 @@ def main(out: str, settings: str) -> None:
     trainer_class = Deaf if settings.pop("is_deaf", False) else BAPOTrainer
     model = settings.pop("model")
     reward = digits_reward if settings.pop("rewards_digits", False) else task.reward_func
+    quantization = settings.pop("quantization", None)
     args = BAPOConfig(str(folder), **{**CPU, **OVER_SERVER, "vllm_server_host": "127.0.0.1", **LEARNS, **settings})
-    trainer = trainer_class(model, reward, args, train_dataset=task.train_dataset, peft_config=lora)
+    trainer = trainer_class(
+        model, reward, args, train_dataset=task.train_dataset, peft_config=lora,
+        quantization_config=quantization and BitsAndBytesConfig(**quantization),
+    )  # fmt: skip
     try:
         trainer.train()
     except RuntimeError as error:

@@ -64,6 +64,7 @@ class ScriptedLLM:
         max_num_batched_tokens=None, logprobs_mode="raw_logprobs", quantization=None, trust_remote_code=False,
     ):  # fmt: skip
         assert logprobs_mode == "processed_logprobs", "the log-probabilities would not be those of the sampling"
+        assert quantization is None, "merged weights cannot be loaded into packed ones"
         self.enable_sleep_mode = enable_sleep_mode
         self.seed = seed
         self.model = AutoModelForCausalLM.from_pretrained(model).eval()
@@ -141,8 +142,12 @@ class StaleLLM(ScriptedLLM):
         self._note("load")
 
 
-def colocate_trainer(monkeypatch, output_dir, llm=ScriptedLLM, model=None, **settings):
-    """Return a toy trainer that samples by TRL's colocate mode, and the stand-in that it samples from."""
+def colocate_trainer(monkeypatch, output_dir, llm=ScriptedLLM, model=None, loading=None, **settings):
+    """
+    Return a toy trainer that samples by TRL's colocate mode, and the stand-in that it samples from.
+
+    `loading` are arguments with which the trainer's model is loaded.
+    """
     folder = output_dir.parent / f"{output_dir.name}-model"
     (model or toy_model()).save_pretrained(folder)
     monkeypatch.setattr(llm, "made", [])
@@ -152,8 +157,8 @@ def colocate_trainer(monkeypatch, output_dir, llm=ScriptedLLM, model=None, **set
     environment = dict(os.environ)
     try:
         trainer = toy_trainer(
-            output_dir, model=AutoModelForCausalLM.from_pretrained(folder), use_vllm=True, vllm_mode="colocate",
-            **settings,
+            output_dir, model=AutoModelForCausalLM.from_pretrained(folder, **(loading or {})), use_vllm=True,
+            vllm_mode="colocate", **settings,
         )  # fmt: skip
     finally:  # TRL leaves RANK and its like in it, and a second trainer would look for other processes
         os.environ.clear()

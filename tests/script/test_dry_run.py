@@ -395,6 +395,7 @@ STAND_INS = {  # of the data sets and models of the Hub
     "aime25": ["--eval_dataset=aime.jsonl", "--model_name_or_path=model"],
     "gsm8k": ["--dataset_name=gsm8k", "--model_name_or_path=model"],
     "lora_small": ["--dataset_name=train.jsonl", "--model_name_or_path=model"],
+    "qlora_small": ["--dataset_name=train.jsonl", "--model_name_or_path=model"],
     "math_7b": ["--dataset_name=skywork", "--model_name_or_path=model"],
     "released_recipe": ["--dataset_name=train.jsonl", "--model_name_or_path=model"],
     "smollm2_sums": ["--model_name_or_path=model"],

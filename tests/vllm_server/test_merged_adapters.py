@@ -1,7 +1,6 @@
 """What vLLM gets of an adapter: the policy that is trained, rounded without bias; the trainer's weights stay."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bapo_trl.tasks import character_tokenizer
-from bapo_trl.vllm_server.merged_adapters import send_merged_copies
 from tests.helpers.adapter_worker import assert_all_sent
 from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.commands import succeeded
@@ -269,12 +267,3 @@ def test_ranks_send_the_same_and_keep_their_base_weights(tmp_path, how):
 def test_an_adapter_on_one_of_two_tied_modules_is_rejected(monkeypatch, tmp_path, config):
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight, lm_head\.weight, .* one weight in vLLM"):
         trainer_with(monkeypatch, tmp_path, toy_model(tie_word_embeddings=True), config)
-
-
-def test_adapters_on_quantized_weights_are_left_to_trl(monkeypatch, tmp_path):
-    trainer, _ = trainer_with(monkeypatch, tmp_path, toy_model(), lora("q_proj"))
-    layer = trainer.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
-    layer.weight = torch.nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
-    generation = SimpleNamespace()
-    send_merged_copies(SimpleNamespace(model=trainer.model, vllm_generation=generation))
-    assert not hasattr(generation, "sync_weights")
