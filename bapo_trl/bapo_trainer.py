@@ -30,7 +30,6 @@ from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.stop_signals import is_stopped
 from .clip_bounds import ClipBounds
 from .inputs import checks
-from .inputs.advice import FewPositiveAdvice, advice_line
 from .inputs.generation_config import check_can_be_saved, settings_of_model
 from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
@@ -150,7 +149,7 @@ class BAPOTrainer(AtomicCheckpoints):
         # A second call starts at policy version 0 again, where samples of the first call would look new
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
-        self.accelerator.print(f"{staleness_line(self.args)}\n{advice_line(self.args)}".rstrip())
+        self.accelerator.print(staleness_line(self.args))
         result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
             self._forget_sent_weights()
@@ -170,7 +169,6 @@ class BAPOTrainer(AtomicCheckpoints):
         self.pop_callback(PhaseClock)  # of an earlier run
         self._clock = PhaseClock(self._log_values)
         self.add_callback(self._clock)
-        self._few_positive_advice = FewPositiveAdvice(self.args, self.accelerator.is_main_process)
         self._settings = own_settings(self.args)
         trains_as_padded = self.args.micro_batch_layout == "padded" and not (
             self.args.uses_replay or self.args.uses_partial_rollouts
@@ -210,7 +208,7 @@ class BAPOTrainer(AtomicCheckpoints):
             with self._clock.phase("weights"):
                 sync_weights()
 
-        self.vllm_generation.sync_weights = timed_sync
+        vars(self.vllm_generation)["sync_weights"] = timed_sync
 
     def _parts_of_loss(self) -> list[str]:
         """Return the parts of the loss besides the policy loss."""
@@ -533,13 +531,11 @@ class BAPOTrainer(AtomicCheckpoints):
             self._loss_inputs, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
             self._clock.count(trained=self._micro_batches.num_tokens)
-            metrics = self._micro_batches.close(self._metrics["train"], self._bounds.close())
-            self._log_values(metrics)
+            self._log_values(self._micro_batches.close(self._metrics["train"], self._bounds.close()))
             if self.beta and self.state.global_step == 0 and self.accelerator.is_main_process:
                 kl = [value for value in self._metrics["train"].get("kl", []) if value == value]
                 folder, is_loaded = get_config_model_id(self.model.config), self.ref_model is not None
                 checks.warn_if_reference_differs(kl, self.model, folder, is_loaded)
-            self._few_positive_advice.observe(metrics, self.state.global_step + 1)
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):

@@ -15,7 +15,6 @@ from trl.scripts.utils import DatasetConfig
 
 from ..bapo_config import BAPOConfig, own_fields
 from ..errors import InputError
-from ..inputs.advice import ADVICE
 from ..losses import CLIPPED_LOSS_TYPES
 from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command
@@ -48,7 +47,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "gspo": {**_fixed_bounds(1 - 3e-4, 1 + 4e-4), "importance_sampling_level": "sequence", "loss_type": "grpo"},
     "sapo": {"loss_type": "sapo"},
     "vespo": {"loss_type": "vespo"},
-    "recommended": ADVICE,
+    "recommended": {"loss_type": "vespo"},
 }
 """Settings of each method. For TRL's other losses, they are the paper settings in TRL's documentation."""
 
@@ -156,7 +155,6 @@ def parse_arguments(arguments: Sequence[str], command: Command = TRAIN) -> Setti
         raise InputError(str(error)) from error
     script_args, training_args, model_args, dataset_args = settings
 
-    training_args.loss_was_chosen = not named.keys().isdisjoint({"method", "loss_type"})
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
     if not training_args.do_train:  # drops a recipe's settings for training
