@@ -186,7 +186,8 @@ def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
 def _draw_bars(axes: Any, panel: Panel, group: Group) -> dict[str, Any]:
     """Draw the lines of a group as bars, one on the other; return what a legend needs."""
     curves = {line.label: curve_of([run.logs.points(line.metric) for run in group.runs]) for line in panel.lines}
-    shown, bottom = {}, 0.0
+    shown: dict[str, Any] = {}
+    bottom: Any = 0.0
     for number, (label, curve) in enumerate(curves.items()):
         if curve.mean.any():
             widths = np.diff(curve.steps, prepend=0)
