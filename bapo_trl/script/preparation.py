@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from time import strftime
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers import ProgressCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
 from ..checkpoints.rank_errors import on_main_process
@@ -115,7 +116,10 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
     if peft_config is not None:
         peft_config.revision = model_args.model_revision  # of its base, for who loads it
     eval_dataset = data.test if training_args.do_eval else None
-    trainer_class = EvaluatedGRPOTrainer if script_args.method == TRL else EvaluatedTrainer
+    trainer_class: type[Trainer] = EvaluatedTrainer
+    if script_args.method == TRL:
+        trainer_class, training_args = EvaluatedGRPOTrainer, copy(training_args)
+        training_args.epsilon = GRPOConfig.epsilon  # which `BAPOTrainer` sets from its bounds
     trainer = trainer_class(
         model,
         inputs.reward_funcs,
