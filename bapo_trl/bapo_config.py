@@ -344,8 +344,8 @@ def own_settings(config: BAPOConfig) -> dict[str, Any]:
 
 def copied_settings(trainer: Any) -> dict[str, Any]:
     """Return the values in `args` of the fields that are read when a trainer is created, by name."""
-    of_trl = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(TrainingArguments)}
-    names = {"epsilon", "vllm_request_timeout"} | (of_trl & vars(trainer).keys())  # copied under the same name
+    ours = {f.name for f in fields(trainer.args)} - {f.name for f in fields(TrainingArguments)}
+    names = ours & {"epsilon", "vllm_request_timeout", *vars(trainer)}  # the others are copied under the same name
     return {name: getattr(trainer.args, name) for name in sorted(names)}
 
 

@@ -533,9 +533,7 @@ class BAPOTrainer(AtomicCheckpoints):
             self._clock.count(trained=self._micro_batches.num_tokens)
             self._log_values(self._micro_batches.close(self._metrics["train"], self._bounds.close()))
             if self.beta and self.state.global_step == 0 and self.accelerator.is_main_process:
-                kl = [value for value in self._metrics["train"].get("kl", []) if value == value]
-                folder, is_loaded = get_config_model_id(self.model.config), self.ref_model is not None
-                checks.warn_if_reference_differs(kl, self.model, folder, is_loaded)
+                checks.warn_if_reference_differs(self)
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):

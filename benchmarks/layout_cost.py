@@ -22,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from benchmarks.common import ROOT, in_turns, keep_freed_memory, save_result, spread
 from benchmarks.gpu_first_run.shapes import Shape, make_model
@@ -35,10 +37,13 @@ from benchmarks.gpu_first_run.trainers import Setup, make_trainer, settings_for
 from benchmarks.watched_training import SteppedTraining
 
 
+T = TypeVar("T")
+
 SHAPE = Shape(256, 1024, 4, 4, 2, 1024, ties_embeddings=False)
 ROWS, MICRO_BATCHES, UPDATES = 8, 4, 4  # samples of a micro-batch; micro-batches of an update; updates
 GROUP = 4  # samples of a prompt
 LIMIT = 512  # tokens of a completion
+ON_CPU = Setup("cpu", "tiny", 0)
 WARMUP_GENERATIONS = 1
 ROUNDS = 3
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -65,17 +70,17 @@ WORKLOADS = (
 class Completions:
     """A `rollout_func` of random tokens, and a reward that is the same for all completions of some groups."""
 
-    def __init__(self, workload: Workload, seed: int):
-        self.workload = workload
+    def __init__(self, workload: Workload, seed: int, limit: int):
+        self.workload, self.limit = workload, limit
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
-        lengths = [LIMIT] * len(prompts)
+        lengths = [self.limit] * len(prompts)
         if self.workload.is_lognormal:
-            median = LIMIT / 4 / math.exp(0.5)  # with a sigma of 1, the mean is exp(0.5) medians
+            median = self.limit / 4 / math.exp(0.5)  # with a sigma of 1, the mean is exp(0.5) medians
             drawn = torch.empty(len(prompts)).log_normal_(math.log(median), 1.0, generator=self.generator)
-            lengths = drawn.long().clamp(2, LIMIT).tolist()
-            lengths[0] = LIMIT  # the longest of a generation reaches the limit
+            lengths = drawn.long().clamp(2, self.limit).tolist()
+            lengths[0] = self.limit  # the longest of a generation reaches the limit
         end = trainer.model.config.eos_token_id
         tokens = [torch.randint(5, 40, (length - 1,), generator=self.generator).tolist() for length in lengths]
         prompt_ids = trainer.processing_class(prompts)["input_ids"]
@@ -84,20 +89,49 @@ class Completions:
     def reward(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         groups = len(completion_ids) // GROUP
         num_equal = round(self.workload.zero_advantage * groups)
-        differing = [((sum(ids) + row) % 7) / 7 for row, ids in enumerate(completion_ids)]
+        # Almost never the mean of their group, which would leave the sample without an advantage
+        differing = [(7 * sum(ids) + row) % 1009 / 1009 for row, ids in enumerate(completion_ids)]
         return [0.5 if row // GROUP < num_equal else value for row, value in enumerate(differing)]
 
 
-def make(kind: str, workload: Workload, folder: str, generations: int, model: Any = None) -> Any:
+def make(
+    kind: str,
+    workload: Workload,
+    folder: str,
+    generations: int,
+    model: Any,
+    setup: Setup = ON_CPU,
+    rows: int = ROWS,
+    limit: int = LIMIT,
+) -> GRPOTrainer:
     """Return a trainer, "grpo" or "bapo", that trains for some generations."""
-    completions = Completions(workload, 0)
+    completions = Completions(workload, 0, limit)
     settings = settings_for(
-        Setup("cpu", "tiny", 0), ROWS, LIMIT, steps_per_generation=MICRO_BATCHES * UPDATES, num_iterations=1,
+        setup, rows, limit, steps_per_generation=MICRO_BATCHES * UPDATES, num_iterations=1,
         num_generations=GROUP, max_steps=generations * UPDATES, learning_rate=1e-6, optim="sgd",
     )  # fmt: skip
-    model = make_model(SHAPE, "cpu", torch.float32, 0) if model is None else model
     scope = "grpo" if kind == "grpo" else "carried_over"
     return make_trainer(scope, model, folder, settings, rollout_func=completions, reward_funcs=completions.reward)
+
+
+def measure_in_turns(
+    trainers: Mapping[str, GRPOTrainer], generations: int, measure: Callable[[Callable[[], None]], T]
+) -> dict[str, list[list[T]]]:
+    """
+    Train all trainers in turns, update by update, on the same samples, and return what `measure` returns of each.
+
+    The result is by trainer, by generation without the first ones, and by update.
+    """
+    runs = {name: SteppedTraining(trainer) for name, trainer in trainers.items()}
+    for run in runs.values():
+        run.start()
+    measured: dict[str, list[T]] = {name: [] for name in trainers}
+    last = generations * UPDATES - 1
+    for index, name in in_turns(trainers, last + 1):
+        torch.manual_seed(index)  # by which TRL shuffles the samples of a generation: the same for all trainers
+        measured[name].append(measure(runs[name].update if index < last else runs[name].finish))
+    starts = range(WARMUP_GENERATIONS * UPDATES, generations * UPDATES, UPDATES)
+    return {name: [each[start : start + UPDATES] for start in starts] for name, each in measured.items()}
 
 
 def measure_time(workload: Workload, rounds: int) -> dict[str, Any]:
@@ -127,22 +161,17 @@ def _seconds(workload: Workload, rounds: int, order: tuple[str, ...]) -> dict[st
     generations = WARMUP_GENERATIONS + rounds
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(SHAPE, "cpu", torch.float32, 0)
-        runs = {name: SteppedTraining(make(name, workload, f"{folder}/{name}", generations, model)) for name in order}
-        for run in runs.values():
-            run.start()
-        seconds: dict[str, list] = {name: [] for name in order}
-        for index, name in in_turns(order, generations * UPDATES - 1):
-            if index % UPDATES == 0:
-                seconds[name].append([])
-            seconds[name][-1].append(cpu_s(runs[name].update))
-        for name, run in runs.items():  # the last update has no start of a next one
-            seconds[name][-1].append(cpu_s(run.finish))
-    logs = [log for log in runs["bapo"].trainer.state.log_history if "padding/computed" in log]
-    counted = {name: each[WARMUP_GENERATIONS:] for name, each in seconds.items()}
-    return {**counted, "computed": [log["padding/computed"] for log in logs]}
+        trainers = {name: make(name, workload, f"{folder}/{name}", generations, model) for name in order}
+        seconds = measure_in_turns(trainers, generations, cpu_s)
+    return {**seconds, "computed": logged(trainers["bapo"], "padding/computed")}
 
 
-def cpu_s(function: Any) -> float:
+def logged(trainer: GRPOTrainer, name: str) -> list[float]:
+    """Return the values of a metric that a trainer logged at its updates."""
+    return [log[name] for log in trainer.state.log_history if name in log]
+
+
+def cpu_s(function: Callable[[], None]) -> float:
     """Return the CPU time of one call, in seconds, of all threads of the process."""
     start = time.process_time()
     function()
@@ -197,7 +226,8 @@ def main():
     if args.peak_of:
         (workload,) = (each for each in WORKLOADS if each.name == args.workload)
         with tempfile.TemporaryDirectory() as folder:
-            trainer, peak = make(args.peak_of, workload, folder, generations=2), PeakMemory()
+            model = make_model(SHAPE, "cpu", torch.float32, 0)
+            trainer, peak = make(args.peak_of, workload, folder, 2, model), PeakMemory()
             trainer.add_callback(peak)
             trainer.train()
         print(peak.above_idle)

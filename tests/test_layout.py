@@ -1,6 +1,6 @@
 """The layout of micro-batches, held against slow and obvious versions."""
 
-from itertools import product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -132,8 +132,55 @@ def assert_same_values(micro_batch, batch, planned):
         assert micro_batch["old_per_token_logps"][place][mask].equal(logps)
         assert micro_batch["advantages"][place] == batch["advantages"][row]
     widths = [micro_batch[f"{side}_mask"][real].sum(1).tolist() for side in ("prompt", "completion")]
+    # TRL counts masked samples in its means where a micro-batch is one token wide
+    has_masked = not micro_batch["completion_mask"].any(1).all()
+    least = {"prompt": 1, "completion": min(2, batch["completion_ids"].shape[1]) if has_masked else 1}
     for side, lengths in zip(("prompt", "completion"), widths, strict=True):
-        assert micro_batch[f"{side}_ids"].shape[1] == max([1, *lengths])
+        assert micro_batch[f"{side}_ids"].shape[1] == max([least[side], *lengths])
+
+
+@settings(max_examples=60)
+@given(data=st.data(), size=st.integers(1, 4), places=st.integers(1, 4), num_ranks=st.integers(1, 3))
+def test_no_micro_batch_has_larger_logits_or_more_positions_than_those_of_trl(data, size, places, num_ranks):
+    """As many rows as there are short samples would have, if one has a very long prompt."""
+    multiple, skips = data.draw(st.integers(1, 3)), data.draw(st.booleans())
+    own = st.tuples(st.integers(1, 9) | st.integers(90, 99), st.integers(0, 30), st.sampled_from([0.0, 1.5, -0.5]))
+    rows = st.lists(own, min_size=size * places, max_size=size * places)
+    batches = []
+    for _ in range(num_ranks):
+        prompts, completions, advantages = zip(*data.draw(rows), strict=True)
+        width = [-(-max(1, *each, 1) // multiple) * multiple for each in (prompts, completions)]
+        batches.append(batch_of(prompts, completions, advantages, width))
+    measures = np.stack([measure(batch).numpy() for batch in batches])
+    of_trl = measures[:, 0, -2:]
+    for rank in range(num_ranks):
+        for each in plan(measures, rank, [0], size, skips=skips, multiple=multiple):
+            assert len(each.rows) * each.completion_width <= size * of_trl[:, 1].max()
+            assert len(each.rows) * (each.prompt_width + each.completion_width) <= size * of_trl.sum(1).max()
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 5) | st.integers(30, 40), st.integers(2, 9)), min_size=6, max_size=6),
+    st.sampled_from([2, 3]),
+)
+def test_no_other_cut_of_the_sorted_samples_is_smaller_in_relation_to_trls(widths, size):
+    prompts, completions = zip(*widths, strict=True)
+    batch = batch_of(prompts, completions, [1.0] * 6)
+    of_trl = [max(prompts) + max(completions), max(completions)]
+    ascending = sorted(widths, key=sum)
+
+    def largest(parts):
+        costs = []
+        for part in parts:
+            left, right = (max(each) for each in zip(*part, strict=True))
+            costs += [len(part) * (left + right) / of_trl[0], len(part) * right / of_trl[1]]
+        return max(costs)
+
+    planned = plan(measure(batch).numpy()[None], 0, [0], size)
+    cuts = combinations(range(1, 6), 6 // size - 1)
+    best = min(largest([ascending[i:j] for i, j in pairwise((0, *cut, 6))]) for cut in cuts)
+    assert largest([[widths[row] for row in each.rows] for each in planned]) == pytest.approx(best)
 
 
 def test_a_pass_in_numbers():
@@ -145,9 +192,9 @@ def test_a_pass_in_numbers():
     # sample of length 4 alone; the one without completion trains nothing
     assert [each.rows.tolist() for each in planned] == [[3, 0], [2], [4], [6]]
     assert [each.is_filler.any().item() for each in planned] == [False, False, True, False]
-    assert [(each.prompt_width, each.completion_width) for each in planned] == [(2, 4), (1, 7), (1, 1), (1, 3)]
+    assert [(each.prompt_width, each.completion_width) for each in planned] == [(2, 4), (1, 7), (1, 2), (1, 3)]
     assert [each.factor for each in planned] == [1.0, 0.5, 0.5, 0.5]
-    assert [each.computed for each in planned] == [12, 8, 2, 4]
+    assert [each.computed for each in planned] == [12, 8, 3, 4]
     assert [each.unpadded for each in planned] == [9, 8, 0, 4]
     assert [each.loss_tokens for each in planned] == [6, 7, 0, 3]
     assert [each.skipped for each in planned] == [1, 0, 2, 1]
@@ -177,7 +224,10 @@ def test_scoring_takes_as_many_passes_as_trl_and_leaves_no_token_out(rows, size,
     assert sorted(row for chunk in chunks for row in chunk.rows.tolist()) == list(range(len(rows)))
     for chunk in chunks:
         assert attention_mask[chunk.rows, chunk.columns].sum() == attention_mask[chunk.rows].sum()
-        assert attention_mask[chunk.rows, chunk.columns].shape[1] >= 1 + chunk.completion_width
+        width = attention_mask[chunk.rows, chunk.columns].shape[1]
+        assert width >= 1 + chunk.completion_width
+        assert len(chunk.rows) * width <= size * attention_mask.shape[1]
+        assert len(chunk.rows) * chunk.completion_width <= size * num_tokens
 
 
 def test_prompts_keep_their_padding_where_it_counts():

@@ -111,11 +111,11 @@ def test_an_update_of_masked_rows_alone_logs_no_value_of_tokens(tmp_path):
         assert log["grad_norm"] == 0
 
 
-def micro_batch(loss_tokens, num_rows=2, skipped_tokens=0, skipped=0, counted=None):
+def micro_batch(loss_tokens, num_rows=2, skipped_tokens=0, skipped=0, counted=None, fillers=0):
     """What two ranks know of a micro-batch, as far as TRL's values need it."""
     return SimpleNamespace(
         loss_tokens=loss_tokens, counted=loss_tokens if counted is None else counted, num_rows=num_rows,
-        skipped=skipped, trl_loss_tokens=loss_tokens + skipped_tokens, trl_rows=num_rows + skipped,
+        fillers=fillers, skipped=skipped, trl_loss_tokens=loss_tokens + skipped_tokens, trl_rows=num_rows + skipped,
     )  # fmt: skip
 
 
@@ -150,8 +150,8 @@ def test_means_are_over_the_tokens_of_the_update_and_skipped_samples_are_not_cli
 
 
 def test_values_of_samples_are_weighted_by_samples():
-    update = [micro_batch(6, num_rows=4), micro_batch(2, num_rows=1, skipped=1)]
-    values = {"clip_ratio/low_mean": [0.5, 0.0], "vespo/phi_seq_mean": [1.0, 2.0]}
+    update = [micro_batch(6, num_rows=4), micro_batch(2, num_rows=2, fillers=1)]  # a filler of weight 1
+    values = {"clip_ratio/low_mean": [0.5, 0.0], "vespo/phi_seq_mean": [1.0, 1.5]}
     found = averaged(values, update, of_samples=values)
     assert found == {"clip_ratio/low_mean": [4 * 0.5 / 6], "vespo/phi_seq_mean": [(4 * 1.0 + 2.0) / 5]}
 

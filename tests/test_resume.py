@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.checkpoints.adapters import check_adapters
 from bapo_trl.checkpoints.files import MANIFEST
 from bapo_trl.checkpoints.ref_model import FILES, FOLDER, load_ref_model, save_ref_model
 from bapo_trl.errors import InputError
@@ -165,6 +166,17 @@ def test_settings_of_an_adapter_that_change_no_output_may_differ(adapted, tmp_pa
     resume = str(adapted / name / "checkpoint-1")
     trainer = toy_run(tmp_path, with_adapter(name, **same), resume=resume, **{**SAVED, "max_steps": 2})
     assert trainer.state.global_step == 2
+
+
+def test_the_order_of_replicated_layers_counts(tmp_path):
+    def trainer(layers):
+        model = get_peft_model(toy_model(num_hidden_layers=2), LoraConfig(**LORA, layer_replication=layers))
+        return SimpleNamespace(model=model, is_fsdp_enabled=False, is_deepspeed_enabled=False)
+
+    trainer([(0, 2), (1, 2)]).model.save_pretrained(tmp_path)
+    check_adapters(trainer([(0, 2), (1, 2)]), str(tmp_path))
+    with pytest.raises(InputError, match=r"`layer_replication` is \[\[1, 2\], \[0, 2\]\], but it was"):
+        check_adapters(trainer([(1, 2), (0, 2)]), str(tmp_path))
 
 
 def test_an_adapter_does_not_resume_from_a_whole_model(tmp_path):

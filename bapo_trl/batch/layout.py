@@ -9,8 +9,10 @@ All functions are pure. Legend: `N` ranks, `R` samples of a pass on a rank, `B` 
 tokens, `T` completion tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +43,7 @@ class MicroBatch:
     completion_width: int
     factor: float  # of this rank's policy loss, with which its means have TRL's divisor
     num_rows: int  # computed, fillers included
+    fillers: int  # of these
     loss_tokens: int
     counted: int  # what TRL's means over tokens divide by: it counts samples where they are one token wide
     computed: int  # positions of prompt and completion, padding included
@@ -76,31 +79,60 @@ def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     ```
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    widths = [max(1, lengths[index]) for index in order]
-    empty = max(0, parts - len(widths))
-    ends = _ends(widths, parts - empty, _smallest_cost(widths, parts - empty)) if widths else []
-    return [[] for _ in range(empty)] + [order[start:end] for start, end in pairwise([0, *ends])]
+    widths = np.array([max(1, lengths[index]) for index in order])
+    return [[order[index] for index in part] for part in _divide(len(order), parts, lambda start: widths[start:])]
 
 
-def _smallest_cost(widths: Sequence[int], parts: int) -> int:
-    """Return the smallest cost that no part has to exceed, by bisection; the widths ascend."""
-    low, high = max(widths[-1], -(-sum(widths) // parts)), len(widths) * widths[-1]
-    while low < high:
-        middle = (low + high) // 2
-        fits = _ends(widths, parts, middle)[-1] == len(widths)
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return low
+def _divide(num_samples: int, parts: int, widths_from: Callable[[int], np.ndarray]) -> list[range]:
+    """
+    Divide samples, in their order, such that the largest cost of a part is as small as it can be.
+
+    `widths_from(start)` has the width of the part from sample `start` to each later one, ascending.
+    """
+    empty = max(0, parts - num_samples)
+
+    @cache
+    def costs_from(start: int) -> np.ndarray:
+        return widths_from(start) * np.arange(1, num_samples - start + 1)
+
+    def ends_up_to(cost: int) -> list[int]:  # fill one part after the other; samples that are left over don't fit
+        ends = [0]
+        for later in reversed(range(parts - empty)):  # each later part needs a sample
+            fitting = int(np.searchsorted(costs_from(ends[-1]), cost, side="right"))
+            ends.append(min(ends[-1] + fitting, num_samples - later))
+        return ends
+
+    ends = [0]
+    if num_samples:
+        of_one_part = int(costs_from(0)[-1])
+        ends = ends_up_to(bisect_left(range(of_one_part), True, key=lambda cost: ends_up_to(cost)[-1] == num_samples))
+    return [range(0)] * empty + [range(*each) for each in pairwise(ends)]
 
 
-def _ends(widths: Sequence[int], parts: int, cost: int) -> list[int]:
-    """Fill one part after the other up to a cost; return where each ends. Samples that are left over don't fit."""
-    ends, end = [], 0
-    for part in range(parts):
-        start, last = end, len(widths) - (parts - part - 1)  # each later part needs a sample
-        while end < last and (end + 1 - start) * widths[end] <= cost:
-            end += 1
-        ends.append(end)
-    return ends
+def _divide_like_trl(widths: np.ndarray, parts: int, trl_widths: np.ndarray) -> list[range]:
+    """
+    Divide samples, in their order, into micro-batches that all are small in relation to TRL's.
+
+    The cost is the number of samples times the width (memory and time of the layers), or times the width of the
+    completions (memory of the logits), whichever is larger in relation to TRL's. In TRL's numbers of samples, no cost
+    is above TRL's, so none is here.
+
+    Args:
+        widths (`np.ndarray`):
+            Widths of prompt and completion of each sample on each rank, `(R, N, 2)`.
+        parts (`int`):
+            Number of micro-batches.
+        trl_widths (`np.ndarray`):
+            Widths of prompt and completion that TRL pads to on each rank, `(N, 2)`.
+    """
+    trl_width, trl_tokens = trl_widths.sum(axis=1).max(), trl_widths[:, 1].max()
+
+    def widths_from(start: int) -> np.ndarray:
+        widest = np.maximum.accumulate(widths[start:], axis=0)
+        tokens = widest[..., 1].clip(min(2, trl_tokens))  # fillers are two tokens wide
+        return np.maximum((widest[..., 0] + tokens) * trl_tokens, tokens * trl_width).max(axis=1)
+
+    return _divide(len(widths), parts, widths_from)
 
 
 def update_starts(begin: int, count: int, window: int, size: int, num_passes: int) -> list[int]:
@@ -118,10 +150,11 @@ def update_starts(begin: int, count: int, window: int, size: int, num_passes: in
 
 def measure(batch: Mapping[str, Any], keeps_prompt_padding: bool = False) -> torch.Tensor:
     """
-    Return what the layout depends on for each sample of TRL's batch, integers of shape `(B, 7)`.
+    Return what the layout depends on for each sample of TRL's batch, integers of shape `(B, 8)`.
 
     Columns: width of the prompt; width of the completion; number of tokens; number of tokens of the loss; whether the
-    sample is no filler; whether it has a token of the loss with an advantage other than 0; width of the batch.
+    sample is no filler; whether it has a token of the loss with an advantage other than 0; widths of all prompts and
+    of all completions in the batch.
     """
     prompt_mask, completion_mask, mask = batch["prompt_mask"], batch["completion_mask"], policy_mask(batch)
     (num_rows, prompt_width), completion_width = prompt_mask.shape, completion_mask.shape[1]
@@ -137,7 +170,8 @@ def measure(batch: Mapping[str, Any], keeps_prompt_padding: bool = False) -> tor
         mask.sum(dim=1),
         is_real,
         has_gradient,
-        mask.new_full((num_rows,), prompt_width + completion_width),
+        mask.new_full((num_rows,), prompt_width),
+        mask.new_full((num_rows,), completion_width),
     )
     return torch.stack([column.long() for column in columns], dim=1)
 
@@ -158,7 +192,7 @@ def plan(
 
     Args:
         measures (`np.ndarray`):
-            Result of [`measure`] for the samples of the pass, `(N, R, 7)`.
+            Result of [`measure`] for the samples of the pass, `(N, R, 8)`.
         rank (`int`):
             Rank whose micro-batches are returned.
         starts (`Sequence[int]`):
@@ -176,30 +210,35 @@ def plan(
             Number of which the widths are made a multiple.
     """
     columns = np.moveaxis(measures, 2, 0)
-    prompt, completion, _, loss_tokens, is_real, has_gradient, width = columns  # (N, R) each
+    loss_tokens, is_real, has_gradient = columns[3:6]  # (N, R) each
     is_kept = np.ones_like(is_real)
     if layout != "padded" and (skips or layout == "balanced"):
         is_kept = has_gradient if skips else is_real
-    lengths = np.where(is_kept, np.maximum(1, prompt + completion), 0)
+    all_widths = -(-measures[..., :2].clip(1) // multiple) * multiple * is_kept[..., None]  # (N, R, 2)
+    trl_widths = measures[:, 0, 6:]  # (N, 2)
+    least_tokens = trl_widths[:, 1].clip(max=2)
     micro_batches = []
-    for place, rows in enumerate(_assign(lengths, starts, size, layout == "balanced")):
+    for place, rows in enumerate(_assign(all_widths, trl_widths, starts, size, layout == "balanced")):
         of_trl = slice(place * size, (place + 1) * size)
-        is_filler, num_rows = np.take_along_axis(lengths, rows, axis=1) == 0, rows.shape[1]
-        kept = np.where(is_filler, 0, np.take_along_axis(columns, rows[None], axis=2))  # (7, N, B)
-        widths = -(-kept[:2].max(axis=2).clip(1) // multiple) * multiple  # (2, N)
+        is_filler, num_rows = np.take_along_axis(is_kept, rows, axis=1) == 0, rows.shape[1]
+        kept = np.where(is_filler, 0, np.take_along_axis(columns, rows[None], axis=2))  # (8, N, B)
+        widths = np.take_along_axis(all_widths, rows[..., None], axis=1).max(axis=1).clip(multiple)  # (N, 2)
+        # In TRL's means over tokens, a completion that is one token wide counts also where it is masked
+        widths[:, 1] = widths[:, 1].clip(np.where((kept[3] == 0).any(axis=1), least_tokens, 1))
         kept_tokens, trl_tokens = kept[3].sum(axis=1), loss_tokens[:, of_trl].sum(axis=1)  # (N,)
         factors = {"samples": num_rows / size, "tokens": kept_tokens[rank] / max(1, trl_tokens[rank])}
         micro_batches.append(
             MicroBatch(
                 rows[rank],
                 is_filler[rank],
-                prompt_width=int(widths[0, rank]),
-                completion_width=int(widths[1, rank]),
+                prompt_width=int(widths[rank, 0]),
+                completion_width=int(widths[rank, 1]),
                 factor=1.0 if layout == "padded" else float(factors.get(mean_over, 1)),
                 num_rows=rows.size,
+                fillers=int(is_filler.sum()),
                 loss_tokens=int(kept_tokens.sum()),
-                counted=int(np.where(widths[1] == 1, num_rows, kept_tokens).sum()),
-                computed=int(num_rows * (width[:, 0] if layout == "padded" else widths.sum(axis=0)).sum()),
+                counted=int(np.where(widths[:, 1] == 1, num_rows, kept_tokens).sum()),
+                computed=int(num_rows * (trl_widths if layout == "padded" else widths).sum()),
                 unpadded=int(kept[2].sum()),
                 trl_rows=is_real[:, of_trl].size,
                 trl_loss_tokens=int(trl_tokens.sum()),
@@ -212,20 +251,24 @@ def plan(
     return micro_batches
 
 
-def _assign(lengths: np.ndarray, starts: Sequence[int], size: int, is_balanced: bool) -> Iterator[np.ndarray]:
+def _assign(
+    widths: np.ndarray, trl_widths: np.ndarray, starts: Sequence[int], size: int, is_balanced: bool
+) -> Iterator[np.ndarray]:
     """
     Yield the samples of each micro-batch, `(N, B)`, by index in the pass.
 
-    The lengths are `(N, R)`, 0 for samples that are left out: where another rank has more samples, they fill up.
+    The widths of prompt and completion are `(N, R, 2)`, 0 for samples that are left out: where another rank has more
+    samples, they fill up.
     """
-    num_places = lengths.shape[1] // size
+    num_places = widths.shape[1] // size
     bounds = [*starts, num_places] if is_balanced else [*range(num_places + 1)]
     for start, end in pairwise(bounds):
-        order = start * size + np.argsort(lengths[:, start * size : end * size], axis=1, kind="stable")
-        longest = np.take_along_axis(lengths, order, axis=1).max(axis=0)
-        used = np.flatnonzero(longest)
-        for part in balanced(longest[used].tolist(), end - start):
-            rows = order[:, used[part] if part else slice(1)]
+        own = widths[:, start * size : end * size]
+        order = np.argsort(own.sum(axis=2), axis=1, kind="stable")
+        ascending = np.take_along_axis(own, order[..., None], axis=1).swapaxes(0, 1)  # (R, N, 2)
+        used = np.flatnonzero(ascending.any(axis=(1, 2)))
+        for part in _divide_like_trl(ascending[used], end - start, trl_widths):
+            rows = start * size + order[:, used[part] if part else slice(1)]
             yield rows if is_balanced else np.sort(rows, axis=1)
 
 
@@ -279,8 +322,9 @@ def _take(batch: Mapping[str, Any], planned: MicroBatch, first: int) -> dict[str
             value = value[:, -left:] if side == "left" else value[:, :right] if side == "right" else value
         taken[key] = value
     if is_filler.any():
-        mask = taken["completion_mask"]
-        taken["completion_mask"] = mask * ~is_filler.to(mask.device).unsqueeze(1)
+        for key, value in (("completion_mask", 0), ("importance_sampling_ratio", 1)):
+            if taken.get(key) is not None:
+                taken[key] = taken[key].masked_fill(is_filler.to(taken[key].device).unsqueeze(1), value)
         taken["is_filler"] = is_filler | taken.get("is_filler", torch.zeros_like(is_filler))
     return taken
 
@@ -322,14 +366,17 @@ def scoring_chunks(
         "completion_mask": attention_mask[:, prompt_width:],
         "advantages": empty,
     }
-    prompt, completion = measure(batch, keeps_prompt_padding)[:, :2].T.tolist()
-    lengths = [sum(each) for each in zip(prompt, completion, strict=True)]
-    parts = [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+    widths = measure(batch, keeps_prompt_padding)[:, :2].clamp(min=1).cpu().numpy()
+    widths = -(-widths // multiple) * multiple  # (B, 2)
+    order, num_rows = np.arange(len(widths)), len(widths)
+    parts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    if layout == "balanced":
+        order = np.argsort(widths.sum(axis=1), kind="stable")
+        parts = _divide_like_trl(widths[order, None], len(parts), np.array([[prompt_width, num_tokens]]))
     chunks = []
-    for part in balanced(lengths, len(parts)) if layout == "balanced" else parts:
-        left, right = (
-            -(-max(1, *(values[row] for row in part)) // multiple) * multiple for values in (prompt, completion)
-        )
+    for part in parts:
+        rows = order[part]
+        left, right = widths[rows].max(axis=0).tolist()
         columns = slice(max(0, prompt_width - left), prompt_width + right)
-        chunks.append(Chunk(torch.tensor(part, device=attention_mask.device), columns, min(right, num_tokens)))
+        chunks.append(Chunk(torch.from_numpy(rows).to(attention_mask.device), columns, min(right, num_tokens)))
     return chunks

@@ -170,7 +170,7 @@ class MicroBatches:
 
     def _measure(self, buffer: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """
-        Return the measures of all ranks' samples, `(N, R, 7)`, with one transfer.
+        Return the measures of all ranks' samples, `(N, R, 8)`, with one transfer.
 
         If samples can't be rearranged on some rank, all ranks fall back to `trimmed` for the rest of the run.
         """

@@ -46,8 +46,9 @@ def _of_update(name: str, values: Sequence[float], update: Sequence[MicroBatch],
         extremes = [value for value, _ in known] + [0.0] * has_skipped
         return (min if name.endswith("_min") else max)(extremes, default=math.nan)
     if is_of_samples:
-        total = sum(value * each.num_rows for value, each in known)
-        count = sum(each.trl_rows if counts_all else each.num_rows for each in update)
+        of_fillers = 0 if counts_all else sum(each.fillers for _, each in known)  # of weight 1, and not clipped
+        total = sum(value * each.num_rows for value, each in known) - of_fillers
+        count = sum(each.trl_rows if counts_all else each.num_rows - each.fillers for each in update)
     else:
         total = sum(value * each.counted for value, each in known)
         count = sum(each.trl_loss_tokens if counts_all else each.loss_tokens for each in update)

@@ -1,5 +1,6 @@
 """Compare the settings of the trained adapter with its settings in the checkpoint that a run resumes from."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,5 +70,8 @@ def _settings(config: Any) -> dict[str, Any]:
             continue
         if name.startswith("init_") and value in _INITIALIZED_ALIKE:
             continue
-        settings[name] = sorted(map(str, value)) if isinstance(value, (list, set, tuple)) else value
+        if isinstance(value, (list, set, tuple)):  # the order of names has no effect, that of layers has
+            are_names = all(isinstance(each, str) for each in value)
+            value = json.loads(json.dumps(sorted(value) if are_names else list(value)))  # a file has no tuples
+        settings[name] = value
     return settings

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import is_peft_model
 
+from ..bapo_config import check_copied, copied_settings
 from ..checkpoints.curves import load_curves, save_curves
 from ..clip_bounds import ClipBounds, Contributions, size_contributions
 from ..clip_bounds.controller import ClipBoundController
@@ -86,6 +87,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
                 "The adapter has `trainable_token_indices`, which TRL's asynchronous trainer cannot send to vLLM: "
                 "remove it from the `peft_config`, or use `BAPOTrainer`."
             )
+        self._copied_settings = copied_settings(self)
         self._sends_merged_copies = merges_floats(self.model) and not self._lora_sync
         if self._sends_merged_copies:
             check_tied_weights(self.model)
@@ -98,6 +100,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         return self._bounds.current
 
     def train(self, *args, **kwargs):
+        check_copied(self, self._copied_settings)
         self._start_search()
         return super().train(*args, **kwargs)
 
@@ -118,6 +121,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         self.epsilon_high = bounds.high - 1
 
     def get_batch_samples(self, *args, **kwargs):
+        check_copied(self, self._copied_settings)
         with self._clock.phase("waiting"):  # for the rollout worker's samples
             batches, num_items = super().get_batch_samples(*args, **kwargs)
         if batches:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from ..batch.samples import pad_completions
 from ..errors import InputError
 from ..upstream.forward_passes import has_random_forward, in_eval_mode
+from ..upstream.trl_compat import get_config_model_id
 from .prompt_checks import TokenLimits
 
 
@@ -79,19 +80,21 @@ def check_gradient(trainer: Any, grad_norm: Any) -> None:
     )
 
 
-def warn_if_reference_differs(kl: Sequence[float], model: Any, folder: str, is_loaded: bool) -> None:
+def warn_if_reference_differs(trainer: Any) -> None:
     """
     Warn if the KL to the reference model, of each micro-batch of a run's first update, is not about 0.
 
-    Prompts that are tuned, and dropout, make a difference of their own. `is_loaded` says whether TRL has loaded the
-    reference from `folder`; else it is the model without its new adapter.
+    Prompts that are tuned, dropout, and noise on the embeddings make a difference of their own. TRL has loaded the
+    reference from the model's folder; with a new adapter, the reference is the model without it.
     """
+    model, folder = trainer.model, get_config_model_id(trainer.model.config)
     configs = model.peft_config.values() if is_peft_model(model) else ()
-    differs = any(config.is_prompt_learning for config in configs) or has_random_forward(model)
+    kl = [value for value in trainer._metrics["train"].get("kl", []) if value == value]
     mean = fmean(kl) if kl else 0.0
-    if differs or mean <= LARGEST_FIRST_KL:
+    differs = any(config.is_prompt_learning for config in configs)
+    if mean <= LARGEST_FIRST_KL or differs or has_random_forward(model, trainer.neftune_noise_alpha):
         return
-    source = f"loaded from {folder!r}" if is_loaded else f"{folder!r} without the new adapter"
+    source = f"{folder!r} without the new adapter" if trainer.ref_model is None else f"loaded from {folder!r}"
     warnings.warn(
         f"The KL between policy and reference model is {mean:.3g} at the first update, not about 0: the reference "
         f"model, {source}, is not the model that is trained. The KL penalty (`beta`) pulls the policy towards it. If "

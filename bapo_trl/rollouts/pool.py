@@ -21,10 +21,11 @@ from typing import Any
 
 from ..checkpoints.rank_files import RankFiles
 from ..errors import InputError
+from ..inputs.written_values import DECODER, to_json
 
 
 FILES = RankFiles(
-    "rollout pool", "4", "restart from the weights, with `model_name_or_path` set to the checkpoint's folder"
+    "rollout pool", "5", "restart from the weights, with `model_name_or_path` set to the checkpoint's folder"
 )
 _NO_COUNTS = {"emitted": 0, "emitted_tokens": 0, "ended": 0, "ended_tokens": 0}
 
@@ -272,8 +273,9 @@ def _state_of(group: Group) -> dict[str, Any]:
         }
         for each in group.completions
     ]
-    return {**vars(group), "completions": completions}
+    return {**vars(group), "inputs": to_json(group.inputs), "completions": completions}
 
 
 def _group_of(state: Mapping[str, Any]) -> Group:
-    return Group(**{**state, "completions": [PartialCompletion(**each) for each in state["completions"]]})
+    completions = [PartialCompletion(**each) for each in state["completions"]]
+    return Group(**{**state, "inputs": DECODER.decode(state["inputs"]), "completions": completions})

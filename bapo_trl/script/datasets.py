@@ -13,6 +13,7 @@ from datasets import (
     DatasetDict,
     IterableDataset,
     IterableDatasetDict,
+    Value,
     disable_caching,
     load_dataset,
     load_dataset_builder,
@@ -34,7 +35,7 @@ from ..report.runs import read_settings
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .command_line import Settings
-from .text_files import is_as_written, load_as_written, with_columns
+from .text_files import AsWritten, is_as_written, load_as_written, store_as_written, with_columns
 
 
 Rows: TypeAlias = Dataset | IterableDataset
@@ -96,14 +97,41 @@ def load_data(settings: Settings, task: MadeTask | None = None) -> Data:
 def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
     """Load a dataset mixture as TRL does, but with the same test split on all processes and in all runs."""
     try:
-        parts = [replace(part, **_as_arrow_files(part)) for part in settings.datasets]
-        mixture = get_dataset(replace(settings, datasets=parts, test_split_size=None))
+        mixture = get_dataset(replace(settings, datasets=_with_one_type(settings), test_split_size=None))
     except _LOADING as error:
         named = ", ".join(f"'{part.path}'" for part in settings.datasets)
         raise InputError(f"`datasets` ({named}) could not be loaded: {_reason(error)}") from error
     if settings.test_split_size is None:
         return mixture
     return mixture["train"].train_test_split(test_size=settings.test_split_size, seed=0)
+
+
+def _with_one_type(settings: DatasetMixtureConfig) -> list[DatasetConfig]:
+    """Return the parts of a mixture with the values of files as written, and one type for each column of a file."""
+    found = [_as_arrow_files(part) for part in settings.datasets]
+    parts = [replace(part, **fields) for part, fields in zip(settings.datasets, found, strict=True)]
+    alone = [replace(settings, datasets=[replace(part, fraction=None)], test_split_size=None) for part in parts]
+    rows = [get_dataset(each)["train"] for each in alone]
+    types = [each.features or {} for each in rows]
+    for name in sorted(set().union(*(types[n] for n, fields in enumerate(found) if fields))):
+        having = [n for n, each in enumerate(types) if each.get(name, Value("null")) != Value("null")]
+        is_one = all(types[n][name] == types[having[0]][name] for n in having)
+        for n in [] if is_one else [n for n in having if types[n][name] != AsWritten()]:
+            try:
+                if settings.streaming:
+                    raise TypeError("`streaming` is true")
+                rows[n] = store_as_written(rows[n], name)
+            except TypeError as error:
+                other = next(m for m in having if types[m][name] != types[n][name])
+                a, b = (str(part.data_files or part.path) for part in (settings.datasets[n], settings.datasets[other]))
+                fix = "set `streaming` to false" if settings.streaming else f"store it as text in '{a}'"
+                raise ValueError(
+                    f"the column `{name}` has the type {types[n][name]} in '{a}' and another in '{b}', which cannot "
+                    f"be joined ({error}): {fix}, or leave it out with `columns`."
+                ) from error
+            files = [each["filename"] for each in rows[n].cache_files]
+            parts[n] = replace(parts[n], path="arrow", name=None, data_dir=None, data_files=files, split="train")
+    return parts
 
 
 def _as_arrow_files(part: DatasetConfig) -> dict[str, Any]:

@@ -21,43 +21,11 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDa
 from datasets.features.features import register_feature
 
 from .. import __version__
+from ..inputs.written_values import DECODER, as_number, to_json
 
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")  # of JSON
 _NEXT = re.compile(r"\s*(?=\S)")
-_MOST_DIGITS = 4000  # of an `int`: Python converts no longer text
-
-
-class WrittenNumber(float):
-    """A number that Python would write in another way, such as 0.10 or 1E400: `str()` returns it as written."""
-
-    text: str
-
-    def __new__(cls, text: str):
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def as_number(text: str) -> int | float:
-    """Return the number that a JSON text means."""
-    is_int = text.lstrip("-").isdecimal() and len(text) < _MOST_DIGITS
-    number = int(text) if is_int else float(text)
-    return number if str(number) == text else WrittenNumber(text)
-
-
-_DECODER = json.JSONDecoder(parse_float=as_number, parse_int=as_number, parse_constant=WrittenNumber)
-
-
-def _as_json(value: Any) -> str:
-    if isinstance(value, WrittenNumber):
-        return value.text
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{json.dumps(key)}: {_as_json(item)}' for key, item in value.items())}}}"
-    return f"[{', '.join(map(_as_json, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 @dataclass
@@ -71,10 +39,10 @@ class AsWritten:
         return self.pa_type
 
     def encode_example(self, value: Any) -> bytes:
-        return _as_json(value).encode()
+        return to_json(value).encode()
 
     def decode_example(self, value: bytes | None, token_per_repo_id: Any = None) -> Any:
-        return None if value is None else _DECODER.decode(value.decode())
+        return None if value is None else DECODER.decode(value.decode())
 
     def cast_storage(self, storage: pyarrow.Array) -> pyarrow.Array:
         if pyarrow.types.is_binary(storage.type):
@@ -119,9 +87,20 @@ def with_columns(
     dataset: Dataset | IterableDataset, make: Callable[[dict[str, Any]], dict[str, Any]], removed: list[str]
 ) -> Dataset | IterableDataset:
     """Return the dataset with the columns that `make` returns for each row, and without the removed columns."""
-    features = dataset.features
     if isinstance(dataset, IterableDataset) or not is_as_written(dataset):
         return dataset.map(make, remove_columns=removed)
+    return _with_written_columns(dataset, make, removed)
+
+
+def store_as_written(dataset: Dataset, name: str) -> Dataset:
+    """Return the dataset with one of its columns stored as written; raise a `TypeError` if JSON cannot hold it."""
+    return _with_written_columns(dataset, lambda row: {name: row[name]}, [])
+
+
+def _with_written_columns(
+    dataset: Dataset, make: Callable[[dict[str, Any]], dict[str, Any]], removed: list[str]
+) -> Dataset:
+    features = dataset.features
 
     def extend(table: pyarrow.Table) -> pyarrow.Table:
         made = [make(features.decode_example(row)) for row in table.to_pylist()]
@@ -172,7 +151,7 @@ def _read_json(path: str) -> Iterator[dict[str, Any]]:
                 yield from _read_values("\n" * (start - 1) + first + file.read())
                 return
             for number, line in chain([(start, first)], lines):  # noqa: B007 - read where an error is caught
-                row = _DECODER.decode(line)
+                row = DECODER.decode(line)
                 if not isinstance(row, dict):
                     raise json.JSONDecodeError("the line is not an object", line, 0)
                 yield row
@@ -183,7 +162,7 @@ def _read_json(path: str) -> Iterator[dict[str, Any]]:
 
 def _is_object(line: str) -> bool:
     try:
-        return isinstance(_DECODER.decode(line), dict)
+        return isinstance(DECODER.decode(line), dict)
     except json.JSONDecodeError:
         return False
 
@@ -191,7 +170,7 @@ def _is_object(line: str) -> bool:
 def _read_values(text: str) -> Iterator[dict[str, Any]]:
     end = 0
     while begin := _NEXT.match(text, end):
-        value, end = _DECODER.raw_decode(text, begin.end())
+        value, end = DECODER.raw_decode(text, begin.end())
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, dict | str):
                 raise json.JSONDecodeError("an item is not an object", text, begin.end())

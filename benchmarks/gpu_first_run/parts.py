@@ -6,6 +6,7 @@ from functools import partial
 from bapo_trl.clip_bounds import MEASURES
 from benchmarks import partial_rollouts, search_cost
 from benchmarks.common import in_turns
+from benchmarks.gpu_first_run.layouts import layout
 from benchmarks.gpu_first_run.runs import runs
 from benchmarks.gpu_first_run.sampled import chat, colocate, learns
 from benchmarks.gpu_first_run.sharded import sharded
@@ -60,6 +61,6 @@ def _time_rollouts(setup: Setup) -> dict:
 
 PARTS: dict[str, Callable[[Setup], dict[str, Case]]] = {
     part.__name__: part
-    for part in (search, cost, memory, reads, runs, rollouts, sharded, colocate, learns, chat)
+    for part in (search, cost, layout, memory, reads, runs, rollouts, sharded, colocate, learns, chat)
 }  # fmt: skip
 OWN_PROCESS = ("sharded", "colocate", "learns", "chat")  # parts whose cases have one each; the others share one

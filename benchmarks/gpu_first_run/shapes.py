@@ -53,6 +53,9 @@ class Sizes:
     groups: int
     generations: int
     rounds: int
+    layout_rows: int
+    layout_tokens: int
+    layout_rounds: int
     sampled_tokens: int
     learned_updates: int
     learned_rows: int
@@ -76,6 +79,9 @@ SIZES = {
         groups=8,
         generations=3,
         rounds=2,
+        layout_rows=8,
+        layout_tokens=1024,
+        layout_rounds=2,
         sampled_tokens=128,
         learned_updates=64,
         learned_rows=64,
@@ -92,6 +98,9 @@ SIZES = {
         groups=2,
         generations=1,
         rounds=1,
+        layout_rows=4,
+        layout_tokens=24,
+        layout_rounds=1,
         sampled_tokens=8,
         learned_updates=8,
         learned_rows=8,

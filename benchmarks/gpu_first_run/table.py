@@ -32,6 +32,7 @@ def render(content: dict) -> str:
 TITLES = {
     "runs": "It runs",
     "cost": "An update over GRPOTrainer's",
+    "layout": "An update without padding and skipped samples over GRPOTrainer's",
     "memory": "Peak memory over GRPOTrainer's",
     "reads": "Calls of an update that wait for the device",
     "search": "The search against the step loop",
@@ -90,6 +91,32 @@ def _cost(rows: dict[str, dict]) -> str:
     header = ["Model", "Trainer", "Time on the device", "over GRPOTrainer", f"At most {DEVICE_TIME}", "Kernels",
               "Host waits", "Wall time", "over GRPOTrainer"]  # fmt: skip
     note = "Of one update each; wall time: median (smallest to largest) over the rounds. `grpo again` is the noise."
+    return f"{table(header, lines)}\n\n{note}"
+
+
+def _layout(rows: dict[str, dict]) -> str:
+    lines = []
+    for case, row in rows.items():
+        own, other = (row["seconds"][kind] for kind in ("bapo", "grpo"))
+        updates = [[sum(generation[1:]) for generation in each] for each in (own, other)]  # the first one scores
+        time = statistics.median(one / two for one, two in zip(*updates, strict=True))
+        peaks = row.get("peak_bytes")
+        memory = peaks["bapo"] / peaks["grpo"] if peaks else None
+        norms = zip(*(row["gradient_norms"][kind] for kind in ("bapo", "grpo")), strict=True)
+        lines.append(
+            [case, _ratios(*updates), f"at most {row['targets']['time']}: {verdict(time <= row['targets']['time'])}",
+             _ratios(*([sum(generation) for generation in each] for each in (own, other))),
+             "-" if memory is None else f"{memory:.3f}",
+             "-" if memory is None
+             else f"at most {row['targets']['memory']}: {verdict(memory <= row['targets']['memory'])}",
+             f"{row['padding']['computed']:.2f}", f"{row['padding']['skipped']:.0%}",
+             f"{max(abs(one - two) / two for one, two in norms):.2g}"]
+        )  # fmt: skip
+    header = ["Completions", "Time of an update", "Goal", "of a generation's updates, with scoring", "Peak above idle",
+              "Goal", "Positions over tokens", "Samples skipped", "Norm of the gradient differs by"]  # fmt: skip
+    note = (
+        "Wall time: median (smallest to largest) over the generations. Difference of the norm: relative, the largest."
+    )
     return f"{table(header, lines)}\n\n{note}"
 
 
@@ -192,6 +219,7 @@ def _learns(rows: dict[str, dict]) -> str:
 TABLES = {
     "runs": _runs,
     "cost": _cost,
+    "layout": _layout,
     "memory": _memory,
     "reads": _reads,
     "search": _search,

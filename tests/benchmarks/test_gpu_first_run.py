@@ -24,8 +24,9 @@ from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import TRAIN
 from bapo_trl.tasks import character_tokenizer
 from benchmarks.common import ROOT
-from benchmarks.gpu_first_run import __main__, parts, plan, runs, sampled, shapes, sharded, trainers, updates
+from benchmarks.gpu_first_run import __main__, layouts, parts, plan, runs, sampled, shapes, sharded, trainers, updates
 from benchmarks.gpu_first_run.table import passes, render
+from benchmarks.layout_cost import make
 from tests.helpers.commands import run_command
 from tests.helpers.forked import run_python
 from tests.helpers.scripted_llm import SamplingParams, ScriptedLLM
@@ -45,7 +46,8 @@ def call(*arguments: object) -> subprocess.CompletedProcess:
 def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut(tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     tiny = ("--device", "cpu", "--sizes", "tiny", "--parts")
-    made = call(*tiny, "runs", "cost", "search", "rollouts", "memory", "reads", "colocate", "chat", "--output", first)
+    made = call(*tiny, "runs", "cost", "layout", "search", "rollouts", "memory", "reads", "colocate", "chat",
+                "--output", first)  # fmt: skip
     assert made.returncode == 0, made.stderr
     content = json.loads(first.read_text())
     assert {part["status"] for part in content["parts"].values()} == {"done"}
@@ -53,7 +55,8 @@ def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut
     assert not [row for row in rows if "error" in row]
     reasons = {name: {row.get("skipped") for row in part["cases"].values()} for name, part in content["parts"].items()}
     assert reasons == {
-        "runs": {None}, "cost": {None}, "search": {None}, "rollouts": {None}, "memory": {"needs a GPU, not cpu"},
+        "runs": {None}, "cost": {None}, "layout": {None}, "search": {None}, "rollouts": {None},
+        "memory": {"needs a GPU, not cpu"},
         "reads": {"needs a GPU, not cpu"}, "colocate": {"needs a GPU, not cpu"},
         "chat": {"needs a model: `--chat_model FOLDER`"},
     }  # fmt: skip
@@ -66,6 +69,17 @@ def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut
     assert {len(values) for values in cost["seconds"].values()} == {2}
     counts = {name: profile["kernels"] for name, profile in cost["profiles"].items()}
     assert counts["grpo"] == counts["grpo again"] < counts["micro_batch"] < counts["batch"]  # a forward pass more
+    layout = content["parts"]["layout"]["cases"].values()
+    assert [round(row["padding"]["skipped"], 2) for row in layout] == [0, 0, 0.44]  # 7 of 16 groups
+    assert [row["padding"]["computed"] < 1.5 for row in layout] == [True] * 3
+    for row in layout:
+        assert {kind: [len(each) for each in own] for kind, own in row["seconds"].items()} == {
+            "grpo": [4],
+            "bapo": [4],
+        }
+        norms = row["gradient_norms"]
+        assert norms["bapo"] == pytest.approx(norms["grpo"], rel=1e-4)
+        assert min(norms["grpo"]) > 0
     assert content["machine"]["torch"] == importlib.metadata.version("torch")
     assert content["asked"]["seed"] == 0
     assert str(tmp_path) not in first.read_text()  # no path of one machine
@@ -252,6 +266,25 @@ def test_memory_is_the_peak_of_the_last_update(monkeypatch):
     assert [line.split(" | ")[-2:] for line in shown_alone("memory", {"tiny": same}).splitlines()[-3:]] == [
         ["1.020", "yes |"], ["1.040", "**no** |"], ["1.060", "**no** |"],
     ]  # fmt: skip
+
+
+def test_memory_of_a_layout_is_the_highest_above_that_before_an_update(monkeypatch):
+    """A counter of updates replaces the device's memory. Of eight rounds in turns, GRPOTrainer ends the last."""
+    resets = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(0))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100 + len(resets))
+    monkeypatch.setattr(layouts, "time_s", lambda update, device: update() or 1.0)
+    setup = SimpleNamespace(**{name: getattr(TINY, name) for name in ("sizes", "device", "seed")}, on_gpu=True)
+    monkeypatch.setattr(layouts, "make", lambda *args: make(*args[:5], TINY, *args[6:]))
+    monkeypatch.setattr(
+        layouts, "trained_model", lambda *args, **kwargs: trainers.trained_model(TINY, *args[1:], **kwargs)
+    )
+    row = layouts.layout(setup)["equal lengths"].measure()
+    assert row["peak_bytes"] == {"grpo": 16, "bapo": 15}
+    shown = shown_alone("layout", {"equal lengths": {**row, "peak_bytes": {"grpo": 100, "bapo": 103}}})
+    assert "| 1.000 (1.000 to 1.000) | at most 1.02: yes |" in shown
+    assert "| 1.030 | at most 1.02: **no** |" in shown
 
 
 def test_calls_that_wait_are_counted_in_one_update_with_the_line_of_ours_or_trls(monkeypatch):

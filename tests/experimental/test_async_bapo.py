@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import trl
+from transformers import TrainerCallback
 
 
 if not trl.__version__.startswith("1.16."):
@@ -14,6 +15,7 @@ from trl.experimental.async_grpo import async_grpo_trainer as trl_module
 
 from bapo_trl import phase_clock
 from bapo_trl.clip_bounds import BoundGrid
+from bapo_trl.errors import InputError
 from bapo_trl.experimental import AsyncBAPOConfig, AsyncBAPOTrainer
 from bapo_trl.experimental.async_grpo_compat import check_async_trl
 from bapo_trl.report import command as report
@@ -175,6 +177,22 @@ def test_the_report_reads_it(tmp_path, samples, capsys):
 def test_training_changes_the_bounds(tmp_path, samples, scope):
     logs = training_logs(trained(tmp_path, samples, search_scope=scope))
     assert len({(log["bapo/clip_low"], log["bapo/clip_high"]) for log in logs}) > 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.5), ("epsilon", 0.3), ("epsilon_high", 0.3)])
+def test_a_setting_that_trl_copied_into_the_trainer_is_rejected_where_it_changes(tmp_path, samples, name, value):
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            setattr(args, name, value)
+
+    with on_cpu():
+        trainer = async_trainer(tmp_path, samples)
+        trainer.add_callback(Change)
+        for updates in (1, 0):  # during a run, and before the next one
+            trainer.state.global_step = 0
+            with pytest.raises(InputError, match=f"`{name}` was changed from .* to {value} after the trainer was"):
+                trainer.train()
+            assert trainer.state.global_step == updates
 
 
 @pytest.mark.processes

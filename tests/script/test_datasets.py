@@ -3,6 +3,8 @@
 import gzip
 import json
 import pickle
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from datasets import Dataset, DatasetDict, enable_caching
 from trl import DatasetMixtureConfig
 
+from bapo_trl.errors import InputError
 from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.datasets import format_prompts, hold_out, load_data, load_mixture, load_splits
@@ -109,6 +112,63 @@ def test_values_in_folders_and_mixtures_are_as_written(tmp_path):
     assert texts(mixture) == {name: values * 2 for name, values in AS_WRITTEN.items()}
 
 
+# Of Parquet, beside files whose column `n` has other types
+OTHERS = {"prompt": ["5", "6"], "n": [7, 8], "day": ["x", "y"], "id": [0.5, 1e22], "o": [{"a": [1.5]}, None]}
+
+
+def test_a_mixture_joins_values_as_written_with_values_of_other_types(tmp_path):
+    write(tmp_path / "a.jsonl", WRITTEN)
+    write(tmp_path / "b.csv", 'prompt,n,day\n7,"one, two",\n')
+    Dataset.from_dict(OTHERS).to_parquet(tmp_path / "c.parquet")
+    kinds = {"a.jsonl": "json", "b.csv": "csv", "c.parquet": "parquet"}
+    parts = [
+        {"path": kind, "data_files": str(tmp_path / name), "split": "train[:1]", "fraction": 0.5, "columns": ["n"]}
+        for name, kind in kinds.items()
+    ]
+    mixture = load_mixture(DatasetMixtureConfig(datasets=parts))["train"]
+    assert mixture["n"][:] == [42, "one, two", 7]
+
+
+@pytest.mark.parametrize("value", [date(2024, 5, 1), b"42", Decimal("0.10")])
+def test_a_mixture_whose_types_cannot_be_joined_names_both_sources(tmp_path, value):
+    write(tmp_path / "a.jsonl", WRITTEN)
+    Dataset.from_dict({"day": ["x"], "n": [value]}).to_parquet(tmp_path / "c.parquet")
+    parts = [{"path": kind, "data_files": str(next(tmp_path.glob(f"*.{kind}*")))} for kind in ("parquet", "json")]
+    with pytest.raises(InputError, match=r"`n` .*c\.parquet.*a\.jsonl.* as text in '.*c\.parquet', .*`columns`"):
+        load_mixture(DatasetMixtureConfig(datasets=parts))
+
+
+def test_a_stream_of_a_mixture_with_several_types_is_rejected_with_the_fix(tmp_path):
+    write(tmp_path / "a.jsonl", WRITTEN)
+    write(tmp_path / "b.jsonl", '{"n": "text"}')
+    parts = [{"path": "json", "data_files": str(tmp_path / name)} for name in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(InputError, match=r"`n` .*b\.jsonl.*a\.jsonl.*set `streaming` to false"):
+        load_mixture(DatasetMixtureConfig(datasets=parts, streaming=True))
+
+
+@pytest.mark.trainings
+def test_rewards_get_the_values_of_a_mixture_in_training_evaluation_and_the_dry_run(folder):
+    (folder / "mixed.py").write_text(
+        "seen = []\ndef reward(completions, n, id, o, **kwargs):\n"
+        "    seen.append({tuple(map(str, row)) for row in zip(n, id, o)})\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    write(folder / "odd.jsonl", WRITTEN)
+    Dataset.from_dict(OTHERS).to_parquet(folder / "other.parquet")
+    parts = [{"path": "json", "data_files": "odd.jsonl"}, {"path": "parquet", "data_files": "other.parquet"}]
+    (folder / "recipe.yaml").write_text(json.dumps({"datasets": parts, "test_split_size": 0.3}))
+    columns = [AS_WRITTEN[name] + [str(value) for value in OTHERS[name]] for name in ("n", "id", "o")]
+    values = set(zip(*columns, strict=True))
+    run(config="recipe.yaml", reward_funcs="mixed.reward", max_steps=2, do_eval="true", gradient_checkpointing="true")
+    import mixed
+
+    assert set.union(*mixed.seen) == values
+    mixed.seen.clear()
+    run(config="recipe.yaml", reward_funcs="mixed.reward", dry_run="true", output_dir="other")
+    (given,) = mixed.seen
+    assert given < values
+
+
 @pytest.mark.trainings
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_rewards_get_values_as_written_in_training_evaluation_and_the_dry_run(folder, streaming):
@@ -129,6 +189,28 @@ def test_rewards_get_values_as_written_in_training_evaluation_and_the_dry_run(fo
     run(**data, dataset_streaming=streaming, dry_run="true", output_dir="other")
     (given,) = seen.seen
     assert given < written
+
+
+@pytest.mark.trainings
+def test_rewards_of_paused_completions_get_values_as_written_after_a_resume(folder):
+    (folder / "resumed.py").write_text(
+        "seen = []\ndef reward(completions, n, o, **kwargs):\n"
+        "    seen.append(list(map(str, zip(n, o))))\n    return [float(len(text)) for text in completions]\n"
+    )
+    write(folder / "odd.jsonl", WRITTEN.replace("42", "0.10").replace("true", "1.0e0"))
+    settings = {
+        "dataset_name": "odd.jsonl", "reward_funcs": "resumed.reward", "steps_per_generation": 1, "max_steps": 4,
+        "partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "gradient_checkpointing": "true",
+        "save_strategy": "steps", "save_steps": 1,
+    }  # fmt: skip
+    run(**settings)
+    import resumed
+
+    straight = resumed.seen[:]
+    for step in (1, 2, 3):
+        resumed.seen.clear()
+        run(**settings, resume_from_checkpoint=f"out/checkpoint-{step}", output_dir=f"from_{step}")
+        assert resumed.seen == straight[step:]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
