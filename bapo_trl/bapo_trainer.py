@@ -573,11 +573,8 @@ class BAPOTrainer(AtomicCheckpoints):
     def evaluation_loop(self, dataloader, *args, **kwargs):
         data = dataloader.dataset
         self._eval_rows_left = len(data) * self.num_generations_eval if has_length(data) else sys.maxsize
-        return super().evaluation_loop(dataloader, *args, **kwargs)
-
-    def evaluate(self, *args, **kwargs):
         with self._clock.pause():
-            return super().evaluate(*args, **kwargs)
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # Checkpoints
 

@@ -207,8 +207,8 @@ def test_the_first_row_counts_a_generation_once_per_generation(monkeypatch, caps
     ):
         callback.on_log(args, state, TrainerControl(), logs={"loss": 0.1, **log})
     rows = [line for line in capsys.readouterr().out.splitlines() if "/12" in line]
-    # 11 updates of 2 s and 2 generations of 100 s; the last line: 3 updates of 2 s, and 99 s for one generation
-    assert [row.split()[-1] for row in rows] == ["0:03:42", "0:03:40", "0:01:53"]
+    # 11 updates of 2 s and 2 generations of 100 s; the last line: 3 updates of 2 s, and 99.5 s for one generation
+    assert [row.split()[-1] for row in rows] == ["0:03:42", "0:03:40", "0:01:54"]
 
 
 def test_completions_that_the_terminal_cannot_encode_end_no_training(tmp_path, monkeypatch):
