@@ -373,6 +373,16 @@ def gpu_curve_table() -> str:
     return markdown(["update", *(str(log["step"]) for log in run)], lines)
 
 
+def chat_rate_table() -> str:
+    """Return the accuracies of the chat model on a CPU at the recipe's learning rate, by update and seed."""
+    rows = json.loads((RESULTS / "smollm2_sums.json").read_text())["rows"]
+    lines = [
+        [str(row["seed"]), *(f"{accuracy:.2f}" for _, accuracy in row["curve"]), f"{row['max_drawdown']:.2f}"]
+        for row in rows
+    ]
+    return markdown(["seed", *(str(step) for step, _ in rows[0]["curve"]), "largest drop"], lines)
+
+
 def lora_transfer_table() -> str:
     """Return how far vLLM's weights are from the trainer's policy, by the adapter's training."""
     results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
@@ -396,6 +406,20 @@ def overlap_time_table() -> str:
         lines.append([*(f"{second:.2f} s" for second in seconds), *ratios])
     return markdown(
         ["generation", "training", "speed-up", "time of a generation step over the longer of the two"], lines
+    )
+
+
+def layout_table() -> str:
+    """Return what micro-batches without padding save, by the lengths and the advantages of the samples."""
+    lines = []
+    for row in json.loads((RESULTS / "layout_cost.json").read_text())["results"]:
+        ratios = [
+            f"{row[name]['median']:.2f} ({row[name]['lower_quartile']:.2f} to {row[name]['upper_quartile']:.2f})"
+            for name in ("update", "generation")
+        ]
+        lines.append([row["name"], *ratios, f"{row['memory']:.2f}", f"{row['computed']:.2f}"])
+    return markdown(
+        ["completions", "update", "generation with its scoring", "peak memory", "computed / tokens"], lines
     )
 
 
@@ -436,7 +460,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "lora_transfer": lora_transfer_table,
     "gpu_chat": gpu_chat_table,
     "gpu_curve": gpu_curve_table,
+    "chat_rate": chat_rate_table,
     "health": health_table,
+    "layout": layout_table,
     "overlap_time": overlap_time_table,
     "overlap_accuracy": overlap_accuracy_table,
     "async": async_table,

@@ -8,12 +8,15 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.batch.layout import LAYOUTS
 from bapo_trl.errors import InputError
+from tests.golden.curves import train_over_a_server
+from tests.helpers.asynchronous import save_toy
 from tests.helpers.commands import succeeded
+from tests.helpers.fake_vllm import needs_vllm_server
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.rollouts import multi_turn
@@ -124,6 +127,44 @@ def test_the_kl_term(tmp_path):
     assert_same_training(trainers)
     assert {log["padding/skipped"] for trainer in trainers for log in training_logs(trainer)} == {0}
     assert training_logs(trainers[0])[-1]["kl"] > 1e-3
+
+
+@needs_vllm_server
+def test_overlapped_generation(tmp_path):
+    layouts = ("padded", "balanced")
+    assert_same_training(
+        [train_over_a_server(tmp_path / name, micro_batch_layout=name, max_steps=8) for name in layouts]
+    )
+
+
+def test_the_loss_of_a_router(tmp_path):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True}
+    of_toy = toy_model().config.to_dict()
+    config = Qwen3MoeConfig(**{name: of_toy[name] for name in of_toy if name != "model_type"}, **sizes)
+
+    def model():
+        torch.manual_seed(0)
+        return Qwen3MoeForCausalLM(config)
+
+    assert_same_training([train(tmp_path, layout, model()) for layout in ("padded", *NARROWER)])
+
+
+@pytest.mark.parametrize("settings", [{}, {"replay_fraction": 0.5}, {"beta": 0.1}], ids=str)
+def test_prompts_and_sampled_tokens_are_those_of_padded_micro_batches(tmp_path, settings):
+    sampled = {}
+    for layout in ("padded", "balanced"):
+
+        class Sampled(BAPOTrainer):
+            def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+                output = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+                sampled.setdefault(self.args.micro_batch_layout, []).append((prompt_ids, output[0]))
+                return output
+
+        # At a rate of 0, the policies stay the same, whatever the random numbers
+        model = AutoModelForCausalLM.from_pretrained(save_toy(tmp_path), dtype=torch.float32)
+        train(tmp_path, layout, model, trainer_class=Sampled, learning_rate=0.0, **settings)
+    assert len(sampled["padded"]) > 2
+    assert sampled["balanced"] == sampled["padded"]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

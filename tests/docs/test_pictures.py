@@ -12,7 +12,7 @@ from tests.helpers.commands import ROOT
 TOOLS = ROOT / "docs" / "tools"
 
 
-@pytest.mark.parametrize("name", ["clipping", "contribution", "losses", "timeline"])
+@pytest.mark.parametrize("name", ["clipping", "contribution", "layout", "losses", "timeline"])
 def test_pictures_are_drawn(name, tmp_path):
     script = runpy.run_path(str(TOOLS / f"draw_{name}.py"))
     script["draw"](tmp_path / "drawn.png")

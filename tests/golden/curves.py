@@ -111,15 +111,13 @@ def in_process(**settings) -> Callable[[Path], list[dict]]:
     return lambda folder: training_logs(train(folder, **settings))
 
 
-def over_a_server(folder: Path) -> list[dict]:
+def train_over_a_server(folder: Path, **settings):
     server = ScriptedServer()
     with client_of(server):
         try:
-            return training_logs(
-                train(
-                    folder, trainer_class=BAPOTrainer, overlap_generation=True, vllm_server_base_url=server.url,
-                    vllm_logp_tolerance=None, num_iterations=1, **OVER_SERVER,
-                )
+            return train(
+                folder, trainer_class=BAPOTrainer, overlap_generation=True, vllm_server_base_url=server.url,
+                vllm_logp_tolerance=None, num_iterations=1, **OVER_SERVER, **settings,
             )  # fmt: skip
         finally:
             server.stop()
@@ -155,7 +153,7 @@ SETTINGS: dict[str, Callable[[Path], list[dict]]] = {
     "VESPO": in_process(loss_type="vespo", positive_contribution_target=0.5),
     "replay": in_process(replay_fraction=0.5, replay_zero_advantage=True, num_iterations=1),
     "partial rollouts": in_process(partial_rollout_oversampling=1.5, partial_rollout_chunk_length=2, num_iterations=1),
-    "overlap": over_a_server,
+    "overlap": lambda folder: training_logs(train_over_a_server(folder)),
     "LoRA": in_process(peft_config=ADAPTER),
     "two ranks": on_two_ranks,
     "asynchronous": asynchronous,
