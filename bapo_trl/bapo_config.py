@@ -39,8 +39,6 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
             value and a fix.
     """
 
-    loss_was_chosen = False  # no field: set by the command line, for `--loss_type` and `--method`
-
     epsilon: float | None = field(
         default=None,
         metadata={

@@ -30,11 +30,11 @@ from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.stop_signals import is_stopped
 from .clip_bounds import ClipBounds
 from .inputs import checks
-from .inputs.advice import FewPositiveAdvice, advice_line
 from .inputs.generation_config import check_can_be_saved, settings_of_model
 from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
+from .phase_clock import PhaseClock
 from .replay.buffer import FILES as BUFFER_FILES
 from .replay.mixer import make_mixer
 from .rollouts.injected import InjectedRollouts
@@ -129,6 +129,7 @@ class BAPOTrainer(AtomicCheckpoints):
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
         if self.use_vllm:
             send_merged_copies(self)
+            self._time_transfers()
         self._server = None
         if uses_vllm_server(self):
             from .vllm_server.retries import ServerRetries  # needs requests, which only a server does
@@ -153,7 +154,7 @@ class BAPOTrainer(AtomicCheckpoints):
         # A second call starts at policy version 0 again, where samples of the first call would look new
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
-        self.accelerator.print(f"{staleness_line(self.args)}\n{advice_line(self.args)}".rstrip())
+        self.accelerator.print(staleness_line(self.args))
         result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
             self._forget_sent_weights()
@@ -170,7 +171,9 @@ class BAPOTrainer(AtomicCheckpoints):
         fixes.reset_grpo_state(self)
         self._log_window = LogWindow(self)
         self._data_place = DataPlace(self)
-        self._few_positive_advice = FewPositiveAdvice(self.args, self.accelerator.is_main_process)
+        self.pop_callback(PhaseClock)  # of an earlier run
+        self._clock = PhaseClock(self._log_values)
+        self.add_callback(self._clock)
         self._settings = own_settings(self.args)
         trains_as_padded = self.args.micro_batch_layout == "padded" and not (
             self.args.uses_replay or self.args.uses_partial_rollouts
@@ -203,6 +206,15 @@ class BAPOTrainer(AtomicCheckpoints):
         self._bounds = self._updates.bounds
         self._clip_with(self._bounds.current)
 
+    def _time_transfers(self) -> None:
+        sync_weights = self.vllm_generation.sync_weights
+
+        def timed_sync():
+            with self._clock.phase("weights"):
+                sync_weights()
+
+        vars(self.vllm_generation)["sync_weights"] = timed_sync
+
     def _parts_of_loss(self) -> list[str]:
         """Return the parts of the loss besides the policy loss."""
         parts = {
@@ -225,6 +237,8 @@ class BAPOTrainer(AtomicCheckpoints):
             self._metrics[mode][name].append(value)
 
     def log(self, logs, *args, **kwargs):
+        if self.model.training:
+            self._log_values(self._clock.rates())
         reduce_window(self._metrics["train" if self.model.training else "eval"])
         super().log(logs, *args, **kwargs)
 
@@ -273,23 +287,23 @@ class BAPOTrainer(AtomicCheckpoints):
     # A generation
 
     def _prepare_inputs(self, generation_batch, *args, **kwargs):  # type: ignore[override]
-        if self.model.training:
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch, *args, **kwargs)
+        with self._clock.phase("other"):
             check_copied(self, self._copied_settings)
             check_unchanged(self.args, self._settings)
-        step = self._step % self.args.micro_batches_per_generation
-        starts_later_pass = step > 0 and step % self.args.steps_per_generation == 0
-        if self._replay is not None and self.model.training and starts_later_pass and self._buffered_inputs:
-            batch = self._take_batch(self._replay.draw_later_pass(self.state.global_step))
-            shuffled: Any = shuffle_sequence_dict(batch)  # declared to hold any sequences
-            self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
-        inputs = super()._prepare_inputs(generation_batch, *args, **kwargs)
-        if not self.model.training:
-            return inputs
-        buffer = self._buffered_inputs
-        if not self._micro_batches.is_laid_out(buffer):
-            count = self.current_gradient_accumulation_steps
-            self._micro_batches.lay_out(buffer, self._step, self._update_start, count)
-        return buffer[self._step % self.args.steps_per_generation]
+            step = self._step % self.args.micro_batches_per_generation
+            starts_later_pass = step > 0 and step % self.args.steps_per_generation == 0
+            if self._replay is not None and starts_later_pass and self._buffered_inputs:
+                batch = self._take_batch(self._replay.draw_later_pass(self.state.global_step))
+                shuffled: Any = shuffle_sequence_dict(batch)  # declared to hold any sequences
+                self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
+            super()._prepare_inputs(generation_batch, *args, **kwargs)
+            buffer = self._buffered_inputs
+            if not self._micro_batches.is_laid_out(buffer):
+                count = self.current_gradient_accumulation_steps
+                self._micro_batches.lay_out(buffer, self._step, self._update_start, count)
+            return buffer[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
         if not self.tools and self.rollout_func is None:  # which may give images of their own
@@ -303,7 +317,8 @@ class BAPOTrainer(AtomicCheckpoints):
                 size = self.args.micro_batches_per_generation
                 place = self._step % size
                 next_inputs = self._read_ahead.at(self._step - place + size)
-                self._injected = self._overlap.take(inputs, next_inputs, version, is_next=place == 0)
+                with self._clock.phase("waiting"):
+                    self._injected = self._overlap.take(inputs, next_inputs, version, is_next=place == 0)
         elif self._overlap is not None:
             self._overlap.collect()  # before the evaluation sends the weights
         rollouts = self._injected
@@ -326,10 +341,11 @@ class BAPOTrainer(AtomicCheckpoints):
             batch, versions = rollouts.attach_to(batch, self.args.rows_per_generation)
         was_requested = self._overlap is not None and rollouts.versions[0][0] < version
         self._compare_with_sampler(batch, was_requested)
-        if self._overlap is None:
-            self._ask_server(batch)
-        if self._server_check is not None:
-            self._log_values(self._server_check(self.model))
+        with self._clock.phase("weights"):
+            if self._overlap is None:
+                self._ask_server(batch)
+            if self._server_check is not None:
+                self._log_values(self._server_check(self.model))
         if self._replay is not None:
             return self._draw_first_pass(batch, versions, num_padding)
         return mark_fillers(batch, num_padding) if num_padding else batch
@@ -339,7 +355,7 @@ class BAPOTrainer(AtomicCheckpoints):
         version, prompts = self.state.global_step, inputs[:: self.num_generations]
         prompt_ids, *_ = self._tokenize_prompts([row["prompt"] for row in prompts])
         limit = self.args.partial_rollout_max_staleness
-        with without_gradient_checkpointing(self.model):
+        with self._clock.phase("generation"), without_gradient_checkpointing(self.model):
             rollouts, metrics = self._rounds.generate(
                 list(zip(prompts, prompt_ids, strict=True)),
                 version,
@@ -353,10 +369,11 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _refresh_server(self, rollouts: InjectedRollouts) -> None:
         """Send the weights to the server if it lacks them, and check that it has loaded them."""
-        if self._last_loaded_step != self.state.global_step:
-            self._server.generate(self._send_weights, is_first_request=True)
         samples = rollouts.prompt_ids, rollouts.token_ids
-        self._ask_server(pad_completions(*samples, self._tokenizer.pad_token_id, self.accelerator.device))
+        with self._clock.phase("weights"):
+            if self._last_loaded_step != self.state.global_step:
+                self._server.generate(self._send_weights, is_first_request=True)
+            self._ask_server(pad_completions(*samples, self._tokenizer.pad_token_id, self.accelerator.device))
 
     def _send_weights(self) -> None:
         self.vllm_generation.sync_weights()
@@ -397,7 +414,11 @@ class BAPOTrainer(AtomicCheckpoints):
         return super()._tokenize_prompts(prompts, *args, **kwargs)
 
     def _generate(self, *args, **kwargs):
-        output = super()._generate(*args, **kwargs)
+        with self._clock.phase("generation"):
+            output = super()._generate(*args, **kwargs)
+        if self.model.training:
+            num_samples = len(output[1]) * self.accelerator.num_processes
+            self._clock.count(generated=round(self._metrics["train"]["completions/mean_length"][-1] * num_samples))
         if self.model.training and self._probes_padding:
             self._probe_padding()  # once the weights are sent: a forward pass leaves some that FSDP2 cannot send
         if self.model.training and self.args.scores_samples:
@@ -421,7 +442,7 @@ class BAPOTrainer(AtomicCheckpoints):
         generate = super()._generate_single_turn
 
         def sample():
-            with fixes.keeping_modes(self.model):
+            with self._clock.phase("generation"), fixes.keeping_modes(self.model):
                 return generate(prompt_ids, *args, **kwargs)
 
         if self._server is None:
@@ -438,7 +459,8 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _take_rewards(self, inputs, prompts, completions, *args, **kwargs) -> torch.Tensor:
         """Return the rewards of all ranks, of this class or a subclass, once they are checked and logged."""
-        rewards_per_func = type(self)._calculate_rewards(self, inputs, prompts, completions, *args, **kwargs)
+        with self._clock.phase("rewards"):
+            rewards_per_func = type(self)._calculate_rewards(self, inputs, prompts, completions, *args, **kwargs)
         check_rewards(self, rewards_per_func, prompts, completions)
         if not self.model.training:
             counted = rewards_per_func[: self._eval_rows_left]
@@ -513,11 +535,10 @@ class BAPOTrainer(AtomicCheckpoints):
         finally:
             self._loss_inputs, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
-            metrics = self._micro_batches.close(self._metrics["train"], self._bounds.close())
-            self._log_values(metrics)
+            self._clock.count(trained=self._micro_batches.num_tokens)
+            self._log_values(self._micro_batches.close(self._metrics["train"], self._bounds.close()))
             if self.beta and self.state.global_step == 0 and self.accelerator.is_main_process:
                 checks.warn_if_reference_differs(self)
-            self._few_positive_advice.observe(metrics, self.state.global_step + 1)
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -525,11 +546,11 @@ class BAPOTrainer(AtomicCheckpoints):
             known, self._known_logps = self._known_logps, None
             num_tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[2]
             return pad_logps(known, num_tokens).to(self.accelerator.device), None, None
-        score = super()._get_per_token_logps_and_entropies
-        if self.model.training and self._micro_batches.divides(kwargs):
-            return self._micro_batches.score(partial(score, model), *args, **kwargs)
-        output = score(model, *args, **kwargs)
-        inputs = self._loss_inputs
+        score, inputs = super()._get_per_token_logps_and_entropies, self._loss_inputs
+        with nullcontext() if inputs is not None else self._clock.phase("scoring"):
+            if self.model.training and self._micro_batches.divides(kwargs):
+                return self._micro_batches.score(partial(score, model), *args, **kwargs)
+            output = score(model, *args, **kwargs)
         if inputs is None:
             return output
         logps, entropies = (mask_values(inputs, values) for values in output[:2])
@@ -557,9 +578,14 @@ class BAPOTrainer(AtomicCheckpoints):
     def evaluation_loop(self, dataloader, *args, **kwargs):
         data = dataloader.dataset
         self._eval_rows_left = len(data) * self.num_generations_eval if has_length(data) else sys.maxsize
-        return super().evaluation_loop(dataloader, *args, **kwargs)
+        with self._clock.pause():
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # Checkpoints
+
+    def _save_checkpoint(self, *args, **kwargs):
+        with self._clock.pause():
+            super()._save_checkpoint(*args, **kwargs)
 
     def _is_dispensable(self, file):
         is_of_buffer = BUFFER_FILES.num_ranks_of(file) is not None

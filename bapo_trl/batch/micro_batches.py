@@ -103,6 +103,11 @@ class MicroBatches:
         self._update.append(planned)
         return self._scale.times(planned.factor)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the loss of the current update so far, over all ranks, with those of skipped samples."""
+        return sum(each.trl_loss_tokens for each in self._update)
+
     def close(self, values: MutableMapping[str, list[float]], of_tokens: Mapping[str, float]) -> dict[str, float]:
         """
         End the update: return its metrics, and reduce TRL's values of its micro-batches to means over its tokens.

@@ -57,7 +57,7 @@ class LogWindow(TrainerCallback):
             "metrics": {
                 name: [float(value) for value in values]
                 for name, values in trainer._metrics["train"].items()
-                if name != "step_time"  # differs from run to run
+                if name != "step_time" and not name.startswith("time/")  # differ from run to run
             },
             "loss": trainer._tr_loss.item(),
             "loss_of_run": trainer._total_loss_scalar,

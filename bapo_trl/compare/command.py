@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import InputError, MissingPackageError, OneLineParser
 from .execution import environments, make_runs
-from .results import Row, read_rows
+from .results import FOLDER, Row, read_rows, with_target, write_row
 from .study import Run, read_study
 
 
@@ -39,6 +39,9 @@ def main(arguments: Sequence[str]) -> int | None:
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at the same time (default: 1)")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="methods to run (default: all)")
     parser.add_argument("--against", metavar="ARM", help="method to compare the others with (default: the first)")
+    parser.add_argument(
+        "--axis", choices=("updates", "seconds", "tokens"), default="updates", help="x-axis of the figure"
+    )
     parser.add_argument(
         "--dry_run", action="store_true", help="list the runs and the problems that would stop them, and run nothing"
     )
@@ -70,13 +73,19 @@ def main(arguments: Sequence[str]) -> int | None:
         print(f"{len(missing)} of {len(runs)} runs to do, {options.jobs} at the same time", flush=True)
         make_runs(study, missing, options.output_dir, options.jobs)
         finished = read_rows(options.output_dir)
-    rows = [finished[run.key] for run in runs if run.key in finished]
+    axis = study.measure.get("clock", "wall") if options.axis == "seconds" else options.axis
+    rows = []
+    for run in (run for run in runs if run.key in finished):
+        row = with_target(finished[run.key], run)
+        if row != finished[run.key]:  # the study has another target now
+            write_row(row, options.output_dir / FOLDER / f"{run.key}.json")
+        rows.append(row)
     if rows:
-        _show(rows, list(study.arms), baseline, options.output_dir, len(runs))
+        _show(rows, list(study.arms), baseline, options.output_dir, len(runs), axis)
     return 1 if any(run.key not in finished or finished[run.key].error is not None for run in chosen) else None
 
 
-def _show(rows: list[Row], arms: list[str], baseline: str, folder: Path, number: int) -> None:
+def _show(rows: list[Row], arms: list[str], baseline: str, folder: Path, number: int, axis: str) -> None:
     """Print the tables, and save the tables and the figure in the study's folder."""
     from .tables import as_markdown, compare  # needs scipy
 
@@ -89,7 +98,7 @@ def _show(rows: list[Row], arms: list[str], baseline: str, folder: Path, number:
     if importlib.util.find_spec("matplotlib") is not None:
         from .figure import save_figure
 
-        save_figure(comparisons, folder / "comparison.png")
+        save_figure(comparisons, folder / "comparison.png", axis)
         print(f"\nFigure: {folder / 'comparison.png'}")
 
 

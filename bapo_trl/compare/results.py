@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..report.health import examine
 from ..report.runs import Logs
 from .study import Run
+from .target import to_target
 
 
 FOLDER = "runs"
@@ -30,6 +31,10 @@ class Row:
     final: float | None = None  # final accuracy, avg@k in [0, 1]; `None` if the run failed
     pass_at_k: float | None = None  # fraction of problems with a right completion among the k
     curve: list[tuple[int, float]] = field(default_factory=list)  # (update, accuracy) from the start to the end
+    # Up to each measurement of the curve: `wall` and `cpu` seconds of the training, and generated `tokens`
+    costs: list[dict[str, float | None]] = field(default_factory=list)
+    # `seconds`, `tokens`, `updates` until the study's target accuracy, and whether it was `reached`: see `to_target`
+    to_target: dict[str, Any] | None = None
     mean_accuracy: float | None = None  # mean accuracy over training; `None` if not measured between start and end
     max_drawdown: float | None = None  # largest drop of the accuracy below its previous maximum; likewise
     gradient_peak: float | None = None  # largest gradient norm / median gradient norm
@@ -74,11 +79,12 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
     lengths = _values(updates, "completions/mean_length")
     rows = facts.get("rows_per_generation")
     errors = {"start": f"before_{avg}_stderr", "final": f"eval_{avg}_stderr", "pass_at_k": f"eval_{best}_stderr"}
-    return Row(
+    row = Row(
         run.arm,
         run.sweep,
         run.seed,
         run.settings,
+        costs=[_cost_at(step, logs, rows) for step, _ in curve],
         final=results[f"eval_{avg}"],
         pass_at_k=results.get(f"eval_{best}"),
         curve=[(step, round(accuracy, 4)) for step, accuracy in curve],
@@ -94,6 +100,26 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         errors={name: results[key] for name, key in errors.items() if key in results},
         warnings={found.name: found.sentence for found in examine(Logs(logs), facts) if found.severity == "warning"},
     )
+    return with_target(row, run)
+
+
+def with_target(row: Row, run: Run) -> Row:
+    """Return a row with what the run took to reach the target of its study, if the study has one."""
+    found = None
+    if run.target is not None and row.costs:
+        found = to_target(row.curve, row.costs, run.target, run.clock)
+    return replace(row, to_target=found)
+
+
+def _cost_at(step: int, logs: Sequence[dict], rows: int | None) -> dict[str, float | None]:
+    """Return what the training cost up to an update, `None` for what was not logged."""
+    if step == 0:
+        return {"wall": 0.0, "cpu": 0.0, "tokens": 0}
+    before = [log for log in logs if log["step"] <= step]
+    clocks: dict = next((log for log in reversed(before) if "clock/wall_s" in log), {})
+    lengths = _values(before, "completions/mean_length")
+    tokens = round(sum(lengths) * rows) if rows and lengths else None
+    return {"wall": clocks.get("clock/wall_s"), "cpu": clocks.get("clock/cpu_s"), "tokens": tokens}
 
 
 def _values(updates: list[dict], name: str) -> list[float]:

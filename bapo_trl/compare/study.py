@@ -33,6 +33,8 @@ class Run:
     flags: dict[str, Any]  # flags of `bapo-trl train`, without `output_dir`
     settings: dict[str, Any]  # flags and the recipe's settings without values of secrets: they identify the run
     secrets: tuple[str, ...] = field(default=(), repr=False)  # values that are not written
+    target: float | None = None  # accuracy to reach
+    clock: str = "wall"  # what seconds are counted by: "wall" or "cpu"
 
     @property
     def label(self) -> str:
@@ -60,7 +62,8 @@ class Study:
     arms: dict[str, dict[str, Any]]  # flags of each method; the first method is the baseline
     sweep: dict[str, list]  # values of flags that vary for all methods (`over`): each combination is a setting
     seeds: list[int]  # methods with the same seed see the same prompts in the same order
-    measure: dict[str, Any]  # evaluate `every` N updates, with `avg_at` completions per prompt, on a `dataset`
+    # Evaluate `every` N updates, with `avg_at` completions per prompt, on a `dataset`; time by `clock` to a `target`
+    measure: dict[str, Any]
     accelerate: str | None = None  # configuration of `bapo-trl launch` for the runs; by default one process per run
 
     def runs(self) -> list[Run]:
@@ -101,7 +104,8 @@ class Study:
         secrets = tuple(_secrets_of(settings))
         if isinstance(settings.get("env"), dict):  # which holds more than names show
             settings["env"] = sorted(map(str, settings["env"]))
-        return Run(arm, sweep, seed, flags, _without_secrets(settings), secrets)
+        target, clock = self.measure.get("target"), self.measure.get("clock", "wall")
+        return Run(arm, sweep, seed, flags, _without_secrets(settings), secrets, target, clock)
 
     def check(self, on_gpus: bool = False) -> None:
         """
@@ -193,8 +197,15 @@ def read_study(path: str) -> Study:
         for name in _OWN:
             if name in flags:
                 raise InputError(f"{path}: {title} has `{name}`, which the study sets itself: remove it.")
-    if not {"every", "avg_at"} <= measure.keys() <= {"every", "avg_at", "dataset"}:
-        raise InputError(f"{path}: `measure` is {measure!r}: set `every`, `avg_at` and, optionally, `dataset`.")
+    if not {"every", "avg_at"} <= measure.keys() <= {"every", "avg_at", "dataset", "target", "clock"}:
+        raise InputError(
+            f"{path}: `measure` is {measure!r}: set `every`, `avg_at` and, optionally, `dataset`, `target`, `clock`."
+        )
+    target, clock = measure.get("target"), measure.get("clock", "wall")
+    if target is not None and (isinstance(target, bool | str) or not 0 < target <= 1):
+        raise InputError(f"{path}: `target` is {target!r}: set it to an accuracy above 0, up to 1.")
+    if clock not in ("wall", "cpu"):
+        raise InputError(f"{path}: `clock` is {clock!r}: set it to wall or cpu.")
     for name, values in sweep.items():
         if not _is_list(values):
             raise InputError(f"{path}: `over` has {name}: {values!r}: set it to a list of distinct values.")

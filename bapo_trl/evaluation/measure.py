@@ -18,7 +18,7 @@ from ..errors import InputError
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical, completion_text
 from .equality import same_answer, same_text
-from .sampling import SOURCE_COLUMN, Completion, EvaluatedTrainer
+from .sampling import SOURCE_COLUMN, Completion, SamplesCompletions
 
 
 _SAMPLING_SETTINGS = (
@@ -56,7 +56,7 @@ class Evaluation:
 
 
 def evaluate(
-    trainer: EvaluatedTrainer,
+    trainer: SamplesCompletions,
     dataset: Dataset | IterableDataset,
     path: Path,
     extract_answer: Callable[[str], str | None] | None = None,
@@ -69,7 +69,7 @@ def evaluate(
     Call this function on all processes. A completion counts as right if its first reward is at least 1.
 
     Args:
-        trainer ([`~sampling.EvaluatedTrainer`]): Trainer with the model and the reward functions.
+        trainer ([`~sampling.SamplesCompletions`]): Trainer with the model and the reward functions.
         dataset (`Dataset` or `IterableDataset`): Prompts, and the columns that the reward functions need. If prompts
             differ in their `data_source`, the accuracy of each source is reported as well.
         path (`Path`): JSON Lines file that the completions are written to, batch by batch.
@@ -161,7 +161,7 @@ def _votes(answers: Sequence[str | None]) -> tuple[str | None, ...]:
     return tuple(votes)
 
 
-def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:
+def _key(trainer: SamplesCompletions, rows: Any, origin: Any) -> str:
     """Return a hash of everything that determines the completions."""
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     config, template = trainer.model.config, getattr(trainer.processing_class, "chat_template", None)

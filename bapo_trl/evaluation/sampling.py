@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 
 from ..bapo_trainer import BAPOTrainer
+from ..checkpoints.atomic import AtomicCheckpoints
 from ..checkpoints.rank_errors import on_main_process
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
 from .answers import Text
@@ -29,8 +32,11 @@ class Completion(NamedTuple):
     rewards: list[float | None] = []  # one per reward function; `None` if the function returned none
 
 
-class EvaluatedTrainer(BAPOTrainer):
-    """[`BAPOTrainer`] that can also sample and score completions of a dataset, for [`evaluate`]."""
+class SamplesCompletions(GRPOTrainer):
+    """Mixin for a trainer that can also sample and score completions of a dataset, for [`evaluate`]."""
+
+    args: Any  # a GRPOConfig
+    model: PreTrainedModel
 
     _row_of: Callable[[int], Mapping[str, Any]] | None = None  # set during `sample_completions`, which logs nothing
     _kept: Mapping[int, Completion] = {}  # of the completions that are only scored
@@ -81,15 +87,16 @@ class EvaluatedTrainer(BAPOTrainer):
             np.random.set_state(numpy_state)
             self._metrics["eval"].clear()
 
-    def _log_groups(self, rewards_per_func):
+    def _log_accuracies(self, rewards_per_func: torch.Tensor) -> None:
+        """Log avg@k and pass@k of the groups of an evaluation during training."""
         if self._row_of is not None:
             return
-        super()._log_groups(rewards_per_func)
         count = self.num_generations_eval
         first = rewards_per_func[:, 0].view(-1, count)
         right = first[~first.isnan().all(dim=1)].ge(1).float()  # excludes prompts without a first reward
         for average, best in zip(right.mean(dim=1).tolist(), right.amax(dim=1).tolist(), strict=True):
-            self._log_values({f"avg@{count}": average, f"pass@{count}": best}, "eval")  # TRL logs their mean
+            self._metrics["eval"][f"avg@{count}"].append(average)  # TRL logs their mean
+            self._metrics["eval"][f"pass@{count}"].append(best)
 
     def _log_completion_extra(self, *args, **kwargs):
         if self._row_of is None:  # TRL would add it to the next generation's
@@ -131,3 +138,24 @@ class EvaluatedTrainer(BAPOTrainer):
             Completion(row["prompt"], row.get(SOURCE_COLUMN), completion, list(ids), ids[-1] not in ends)
             for row, completion, ids in zip(rows, completions, completion_ids, strict=True)
         ]
+
+
+class EvaluatedTrainer(SamplesCompletions, BAPOTrainer):
+    """[`BAPOTrainer`] with what an evaluation needs."""
+
+    def _log_groups(self, rewards_per_func):
+        if self._row_of is None:
+            super()._log_groups(rewards_per_func)
+        self._log_accuracies(rewards_per_func)
+
+
+class EvaluatedGRPOTrainer(SamplesCompletions, AtomicCheckpoints):
+    """TRL's [`~trl.GRPOTrainer`] with what an evaluation needs, and atomic checkpoints."""
+
+    dataset_title: str | None = None  # TRL's model card names no data
+
+    def _calculate_rewards(self, *args, **kwargs):
+        rewards_per_func = super()._calculate_rewards(*args, **kwargs)
+        if not self.model.training:
+            self._log_accuracies(rewards_per_func)
+        return rewards_per_func

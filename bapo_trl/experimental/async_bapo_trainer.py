@@ -16,6 +16,7 @@ from ..clip_bounds.controller import ClipBoundController
 from ..clip_bounds.grid import SINGLE_POINT
 from ..clip_bounds.tokens import PolicyTokens, policy_tokens
 from ..errors import InputError
+from ..phase_clock import PhaseClock
 from ..upstream.model_card import PAPER
 from ..vllm_server.merged_adapters import AUTOCAST, Types, merging_copies, needs_copies
 from .async_bapo_config import AsyncBAPOConfig
@@ -88,6 +89,8 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
             )
         self._copied_settings = copied_settings(self)
         self._sends_merged_copies = not self._lora_sync and needs_copies(self.model)
+        self._clock = PhaseClock(self._log_values)
+        self.add_callback(self._clock)
         self._start_search()
 
     @property
@@ -117,7 +120,8 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
 
     def get_batch_samples(self, *args, **kwargs):
         check_copied(self, self._copied_settings)
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        with self._clock.phase("waiting"):  # for the rollout worker's samples
+            batches, num_items = super().get_batch_samples(*args, **kwargs)
         if batches:
             totals = self._total_absolute_advantages(batches) if self._bounds.carries_over else None
             self._clip_with(self._bounds.begin(totals))
@@ -158,10 +162,21 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
 
         loss = super().compute_loss(forward, inputs, *args, **kwargs)
         if is_last:
-            for name, value in self._bounds.close().items():
-                if name not in _UNKNOWN:
-                    self._metrics["train"][name].append(value)
+            metrics = self._bounds.close()
+            self._log_values({name: metrics[name] for name in metrics.keys() - _UNKNOWN})
         return loss
+
+    def _log_values(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
+
+    def _sync_weight(self, *args, **kwargs):
+        with self._clock.phase("weights"):
+            return super()._sync_weight(*args, **kwargs)
+
+    def _save_checkpoint(self, *args, **kwargs):
+        with self._clock.pause():
+            super()._save_checkpoint(*args, **kwargs)
 
     def _sync_weight_merged(self, *args, **kwargs):
         copies: Any = nullcontext()

@@ -19,7 +19,6 @@ from ..bapo_config import BAPOConfig
 from ..batch.staleness import max_staleness_in_words, mean_staleness
 from ..errors import InputError
 from ..evaluation.answers import gold_answers
-from ..inputs.advice import advice_line
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.prompt_checks import TokenLimits, stored_prompts
 from ..inputs.reward_checks import rewards_defect
@@ -385,7 +384,7 @@ def _staleness(run: DryRun) -> str:
         ("mean staleness", mean),
     ]
     where = _processes(here) if args.has_fixed_samples else "any number of processes"
-    return f"Staleness, on {where}\n{aligned_rows(rows)}\n  {advice_line(args)}".rstrip()
+    return f"Staleness, on {where}\n{aligned_rows(rows)}"
 
 
 def _memory(args: BAPOConfig, plan: MemoryPlan) -> str:

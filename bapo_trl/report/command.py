@@ -9,6 +9,7 @@ from ..errors import InputError, MissingPackageError, OneLineParser
 from .figure import drawn_panels, save_png
 from .health import examine
 from .runs import RESULTS_FILE, Logs, Run, group_runs, read_runs, read_settings
+from .times import time_line
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,8 +74,9 @@ def write_report(runs: Sequence[Run], path: str | Path) -> str:
     save_png(groups, Path(path))
     titles: dict[str, list[str]] = {}  # of the runs that share a finding, by the finding
     for run in (run for group in groups for run in group.runs):
-        for finding in examine(run.logs, run.facts, run.results):
-            titles.setdefault(str(finding), []).append(run.title())
+        time = time_line(run.logs, run.facts)
+        for line in (*map(str, examine(run.logs, run.facts, run.results)), *[time] * bool(time)):
+            titles.setdefault(line, []).append(run.title())
     findings: dict[str, list[str]] = {}  # by the titles of the runs that share them
     for line, some in titles.items():
         findings.setdefault(", ".join(some), []).append(line)

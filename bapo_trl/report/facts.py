@@ -26,6 +26,8 @@ def facts_of(args: Any) -> dict[str, Any]:
         "can_be_fresher": has_stale_samples or args.uses_replay,
         "can_refill": not args.replay_zero_advantage,
         "uses_vllm": args.use_vllm,
+        "can_overlap": args.use_vllm and args.vllm_mode == "server" and not args.overlap_generation,
+        "can_use_sampler_logps": args.use_vllm and not args.takes_sampler_logps,
         "can_mask_truncated": not args.mask_truncated_completions,
     }
 

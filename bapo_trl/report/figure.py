@@ -9,6 +9,7 @@ import numpy as np
 
 from .health import CUT_OFF_MAX, NO_SIGNAL_MAX
 from .runs import Group, Points, Run
+from .times import PHASES
 
 
 class Line(NamedTuple):
@@ -28,13 +29,14 @@ class Panel(NamedTuple):
     limits: tuple[float, float | None] | None = None  # of the axis; open above for `None`
     is_log: bool = False
     has_target: bool = False  # a line for each group that has a target
+    is_stacked: bool = False  # bars, one on the other; drawn for a single group only
 
 
 _FRACTION = (-0.03, 1.03)
 _GREY = "0.45"
 _STYLES = ("-", "--", ":")  # of the lines of a panel
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
-MOST_PANELS = 8
+MOST_PANELS = 9
 
 _ACCURACY = re.compile(r"eval_(avg@\d+)")
 ACCURACY = Panel("Accuracy before and after (95% interval)", (Line("accuracy", "accuracy"),))
@@ -52,6 +54,12 @@ PANELS = (
         (Line("bapo/positive_share", "as trained"), Line("bapo/positive_share_initial", "at start bounds")),
         limits=_FRACTION,
         has_target=True,
+    ),
+    Panel(
+        "Time of an update (seconds)",
+        tuple(Line(f"time/{name}", name) for name in PHASES),
+        limits=(0.0, None),
+        is_stacked=True,
     ),
     Panel("Entropy of the policy (nats per token)", (Line("entropy", "entropy"),), limits=(0.0, None)),
     Panel(
@@ -102,6 +110,8 @@ def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
     def has_data(panel: Panel, run: Run) -> bool:
         if panel is ACCURACY:
             return bool(accuracies_of(run)[1])
+        if panel.is_stacked and len(groups) > 1:
+            return False
         return any(len(run.logs.points(line.metric).steps) for line in panel.lines)
 
     return [panel for panel in PANELS if any(has_data(panel, run) for run in runs)][:MOST_PANELS]
@@ -139,7 +149,9 @@ def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     shown = {}
     if panel is ACCURACY:
         _draw_accuracies(axes, groups)
-    for index, group in enumerate(groups):
+    if panel.is_stacked:
+        shown = _draw_bars(axes, panel, groups[0])
+    for index, group in enumerate(groups if not panel.is_stacked else ()):
         for number, line in enumerate(panel.lines):
             curve = curve_of([run.logs.points(line.metric) for run in group.runs])
             if not len(curve.steps):
@@ -169,6 +181,19 @@ def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     axes.set_title(panel.title, fontsize="medium", loc="left")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(alpha=0.25)
+
+
+def _draw_bars(axes: Any, panel: Panel, group: Group) -> dict[str, Any]:
+    """Draw the lines of a group as bars, one on the other; return what a legend needs."""
+    curves = {line.label: curve_of([run.logs.points(line.metric) for run in group.runs]) for line in panel.lines}
+    shown: dict[str, Any] = {}
+    bottom: Any = 0.0
+    for number, (label, curve) in enumerate(curves.items()):
+        if curve.mean.any():
+            widths = np.diff(curve.steps, prepend=0)
+            shown[label] = axes.bar(curve.steps, curve.mean, -widths, bottom, align="edge", color=f"C{number}")
+            bottom = bottom + curve.mean
+    return shown
 
 
 def _draw_accuracies(axes: Any, groups: Sequence[Group]) -> None:

@@ -28,7 +28,8 @@ class BAPOScriptArguments(ScriptArguments):
         default=None,
         metadata={
             "help": "Set the loss and the clip bounds of a method by its name: grpo, clip_higher, bapo, "
-            "bapo_released, cispo, gspo, sapo, vespo, or recommended (docs/which_loss.md)."
+            "bapo_released, cispo, gspo, sapo, vespo, or recommended (docs/which_loss.md). trl: train with TRL's own "
+            "GRPOTrainer and its defaults, to compare."
         },
     )
     reward_funcs: list[str] | None = field(

@@ -15,7 +15,6 @@ from trl.scripts.utils import DatasetConfig
 
 from ..bapo_config import BAPOConfig, own_fields
 from ..errors import InputError
-from ..inputs.advice import ADVICE
 from ..losses import CLIPPED_LOSS_TYPES
 from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command
@@ -27,7 +26,16 @@ def _fixed_bounds(low: float, high: float) -> dict[str, float]:
     return {"ratio_lower_start": low, "ratio_lower_max": low, "ratio_upper_start": high, "ratio_upper_max": high}
 
 
+TRL = "trl"
+
 METHODS: Mapping[str, Mapping[str, Any]] = {
+    TRL: {  # TRL's trainer, with its defaults
+        **_fixed_bounds(0.8, 1.2),
+        "steps_per_generation": None,
+        "num_iterations": 1,
+        "micro_batch_layout": "padded",
+        "skip_zero_advantage": False,
+    },
     "grpo": _fixed_bounds(0.8, 1.2),
     "clip_higher": _fixed_bounds(0.8, 1.28),  # DAPO's
     "bapo": {},
@@ -48,7 +56,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "gspo": {**_fixed_bounds(1 - 3e-4, 1 + 4e-4), "importance_sampling_level": "sequence", "loss_type": "grpo"},
     "sapo": {"loss_type": "sapo"},
     "vespo": {"loss_type": "vespo"},
-    "recommended": ADVICE,
+    "recommended": {"loss_type": "vespo"},
 }
 """Settings of each method. For TRL's other losses, they are the paper settings in TRL's documentation."""
 
@@ -89,11 +97,14 @@ def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[st
     method = METHODS[name]
     beside = flags if "method" in flags else {**recipe, **flags}
     defaults = {field.name: field.default for field in fields(BAPOConfig)}
-    settings = {field: defaults[field] for field in METHOD_SETTINGS} | dict(method)
+    settings = {field: defaults[field] for field in METHOD_SETTINGS}
+    if name == TRL:
+        settings = {field.name: field.default for field in own_fields()}
+    settings |= method
     if {**recipe, **flags}.get("loss_type", "dapo") not in CLIPPED_LOSS_TYPES:
         settings.setdefault("loss_type", defaults["loss_type"])  # methods that set no loss need one with clip bounds
     for field, value in beside.items():
-        is_of_method = field in method or (field == "loss_type" and field in settings)
+        is_of_method = field in (settings if name == TRL else method) or (field == "loss_type" and field in settings)
         if is_of_method and str(value) != str(settings[field]):
             raise InputError(
                 f"`method` is '{name}', which sets `{field}` to {settings[field]!r}, but `{field}` is {value!r}: "
@@ -156,7 +167,6 @@ def parse_arguments(arguments: Sequence[str], command: Command = TRAIN) -> Setti
         raise InputError(str(error)) from error
     script_args, training_args, model_args, dataset_args = settings
 
-    training_args.loss_was_chosen = not named.keys().isdisjoint({"method", "loss_type"})
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
     if not training_args.do_train:  # drops a recipe's settings for training

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import strftime
@@ -10,21 +11,20 @@ from typing import Any
 import torch
 from transformers import ProgressCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
-from ..bapo_trainer import BAPOTrainer
 from ..checkpoints.rank_errors import on_main_process
-from ..evaluation.sampling import EvaluatedTrainer
+from ..evaluation.sampling import EvaluatedGRPOTrainer, EvaluatedTrainer
 from ..inputs.checks import check_tokenizer
 from ..inputs.generation_config import check_can_be_saved, check_for_partial_rollouts, settings_of_model
 from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
 from ..plan.dry_run import check_fit
-from ..report.callback import ReportCallback
+from ..report.callback import ReportCallback, TrainingClock
 from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
-from .command_line import Settings
+from .command_line import TRL, Settings
 from .console import ProgressBar
 from .datasets import Data, check_chat_template, format_data, load_data
 from .earlier_run import continues
@@ -37,6 +37,9 @@ from .models import (
     load_processing_class,
 )
 from .rewards import resolve_names
+
+
+Trainer = EvaluatedTrainer | EvaluatedGRPOTrainer
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def gather_inputs(
     return Inputs(data, reward_funcs, parts, processing_class, extract_answer, of_model)
 
 
-def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
+def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
     """Load the model and make its trainer; set `model_init_kwargs` and `run_name` in the settings."""
     script_args, training_args, model_args, dataset_args = settings
     data = inputs.data
@@ -113,7 +116,11 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
     if peft_config is not None:
         peft_config.revision = model_args.model_revision  # of its base, for who loads it
     eval_dataset = data.test if training_args.do_eval else None
-    trainer = EvaluatedTrainer(
+    trainer_class: type[Trainer] = EvaluatedTrainer
+    if script_args.method == TRL:
+        trainer_class, training_args = EvaluatedGRPOTrainer, copy(training_args)
+        training_args.epsilon = GRPOConfig.epsilon  # which `BAPOTrainer` sets from its bounds
+    trainer = trainer_class(
         model,
         inputs.reward_funcs,
         training_args,
@@ -129,11 +136,12 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
         trainer.remove_callback(ProgressCallback)
         if sys.stderr.isatty():
             trainer.add_callback(ProgressBar)
+    trainer.add_callback(TrainingClock())
     trainer.add_callback(ReportUntilTheEnd({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     return trainer
 
 
-def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
+def check_prompts_fit(trainer: Any, eval_dataset: Any = None) -> None:
     """Reject a tokenizer or prompts that do not fit the model, as [`~plan.dry_run.check_fit`] does (`InputError`)."""
     config, processing_class, args = trainer.model.config, trainer.processing_class, trainer.args
     datasets = named_datasets(trainer.train_dataset, eval_dataset)

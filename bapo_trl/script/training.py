@@ -16,18 +16,17 @@ from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..evaluation.accuracy import accuracy_table
 from ..evaluation.measure import Evaluation, evaluate
-from ..evaluation.sampling import EvaluatedTrainer
 from ..report.command import report_line
 from ..report.facts import method_name
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
 from .arguments import EMBEDDED
-from .command_line import Settings
+from .command_line import TRL, Settings
 from .console import UpdateLines, rewards_in_words, settings_table, without_bars_in_files
 from .datasets import prompt_lines
 from .earlier_run import check_resume, check_start, continues, is_demo, remove_earlier_run, resume_argument
 from .models import merge, merges_alone, parts_of
-from .preparation import Inputs, gather_inputs, load_data_and_rewards, make_trainer
+from .preparation import Inputs, Trainer, gather_inputs, load_data_and_rewards, make_trainer
 
 
 # What the completions of a model depend on, beside the tokenizer
@@ -64,7 +63,8 @@ def run(settings: Settings) -> None:
     if speed is not None:
         say(speed)
     if training_args.do_train:
-        say(f"{method_name(training_args)} on {data.title}")
+        name = "TRL's GRPOTrainer" if script_args.method == TRL else method_name(training_args)
+        say(f"{name} on {data.title}")
         say(settings_table(training_args, script_args.method))
     model = inputs.parts[0][0]
     say(on_main_process(lambda: prompt_lines(data, trainer.processing_class, model, script_args)))  # reads all rows
@@ -100,7 +100,7 @@ def run(settings: Settings) -> None:
             say("Next: measure the model with bapo-trl evaluate.")
 
 
-def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig) -> Evaluation | None:
+def _train(trainer: Trainer, inputs: Inputs, training_args: BAPOConfig) -> Evaluation | None:
     """Train and save, with what the terminal says of it; return the evaluation of the start, if asked for."""
     output_dir, say = Path(training_args.output_dir), trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
@@ -133,7 +133,7 @@ def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig)
     return before
 
 
-def _saving(trainer: EvaluatedTrainer) -> AbstractContextManager:
+def _saving(trainer: Trainer) -> AbstractContextManager:
     """Raise on all ranks what one fails with; not under DeepSpeed and FSDP, whose ranks save together."""
     is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     return nullcontext() if is_sharded else raising_on_all_ranks()
@@ -151,7 +151,7 @@ class _NoEvaluationAtTheEnd(TrainerCallback):
     on_epoch_end = on_step_end
 
 
-def _evaluate_before(trainer: EvaluatedTrainer, inputs: Inputs) -> Evaluation | None:
+def _evaluate_before(trainer: Trainer, inputs: Inputs) -> Evaluation | None:
     """
     Evaluate the model that training starts from; a resumed run scores the completions that its first part saved.
     DeepSpeed and FSDP cannot evaluate before they train: they say so.
@@ -192,7 +192,7 @@ def _hash_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluation | None, overwrites: bool) -> str:
+def _evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None, overwrites: bool) -> str:
     """Evaluate the model as it is now, log its rewards, save the results, and return lines for the terminal."""
     data, output_dir = inputs.data, Path(trainer.args.output_dir)
     path = output_dir / "eval_completions.jsonl"

@@ -63,4 +63,10 @@ PARTS: dict[str, Callable[[Setup], dict[str, Case]]] = {
     part.__name__: part
     for part in (search, cost, layout, memory, reads, runs, rollouts, sharded, colocate, learns, chat, qlora)
 }  # fmt: skip
-OWN_PROCESS = ("sharded", "colocate", "learns", "chat", "qlora")  # parts whose cases have one each; the others share one
+OWN_PROCESS = (
+    "sharded",
+    "colocate",
+    "learns",
+    "chat",
+    "qlora",
+)  # parts whose cases have one each; the others share one

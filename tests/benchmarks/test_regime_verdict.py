@@ -9,10 +9,9 @@ import yaml
 from PIL import Image
 
 from bapo_trl.compare.results import Row
-from bapo_trl.inputs.advice import FEW_POSITIVE
 from benchmarks import regime_verdict as rules
 from benchmarks import study_figures
-from benchmarks.common import RESULTS, best_rate
+from benchmarks.common import best_rate
 from benchmarks.rambling_totals import LIMITS
 from benchmarks.regime_contributions import contributions
 from benchmarks.regime_studies import studies
@@ -125,14 +124,6 @@ def test_the_studies_that_follow_have_the_rates_of_the_pilot():
     kept = [row for row in kept if (row.arm, row.seed) != ("GRPO", 1)]
     (rest,) = studies("main", design, finals, 3, kept)
     assert (rest["over"], rest["seeds"]) == (first["over"], [1])
-
-
-def test_the_limit_of_the_advice_separates_the_smallest_contribution():
-    runs = json.loads((RESULTS / "regime_contributions.json").read_text())["results"]
-    runs = [run for run in runs if run["updates_per_generation"] == 64]
-    assert {(run["contribution"], run["1 to 10"] <= FEW_POSITIVE) for run in runs} == {
-        (contribution, contribution == 0.1) for contribution in LIMITS
-    }
 
 
 def test_the_contribution_is_averaged_over_each_part_of_the_training(tmp_path):

@@ -19,7 +19,7 @@ def update(step, grad_norm, entropy, low, high, share, **values):
 
 LOGS = [
     update(1, 2.0, 0.5, 0.6, 1.2, 0.4, **{"completions/mean_length": 10.0, "reward": 0.1}),
-    update(2, 4.0, 0.4, 0.9, 3.0, None),  # no negative token, say
+    update(2, 4.0, 0.4, 0.9, 3.0, None, **{"clock/wall_s": 5.0, "clock/cpu_s": 4.0}),  # no negative token, say
     {"step": 2, "eval_avg@2": 0.6, "eval_reward": 0.6},
     update(3, 20.0, 0.3, 0.9, 3.0, 0.5, **{"completions/mean_length": 12.0, "reward": 0.2}),
     update(4, float("nan"), 0.2, 0.9, 2.0, 0.6),
@@ -49,6 +49,11 @@ def test_a_row_has_the_values_for_the_tables(tmp_path):
         final=0.5,
         pass_at_k=0.7,
         curve=[(0, 0.1), (2, 0.6), (4, 0.5)],  # at the end, what was measured after the training
+        costs=[
+            {"wall": 0.0, "cpu": 0.0, "tokens": 0},
+            {"wall": 5.0, "cpu": 4.0, "tokens": 320},
+            {"wall": 5.0, "cpu": 4.0, "tokens": 704},
+        ],
         mean_accuracy=0.45,  # (0.1 + 0.6) / 2 over 2 updates, (0.6 + 0.5) / 2 over 2
         max_drawdown=0.1,
         gradient_peak=5.0,  # 20 over the median of 2, 4, 20

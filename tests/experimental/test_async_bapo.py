@@ -13,6 +13,7 @@ if not trl.__version__.startswith("1.16."):
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer as trl_module
 
+from bapo_trl import phase_clock
 from bapo_trl.clip_bounds import BoundGrid
 from bapo_trl.errors import InputError
 from bapo_trl.experimental import AsyncBAPOConfig, AsyncBAPOTrainer
@@ -22,7 +23,15 @@ from bapo_trl.report.figure import drawn_panels
 from bapo_trl.report.runs import group_runs, read_runs
 from tests.helpers import oracle
 from tests.helpers.alike import assert_same_weights
-from tests.helpers.asynchronous import SIZES, async_trainer, on_cpu, save_toy, scripted_samples, token_logps
+from tests.helpers.asynchronous import (
+    SIZES,
+    NoTransfer,
+    async_trainer,
+    on_cpu,
+    save_toy,
+    scripted_samples,
+    token_logps,
+)
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.toy import toy_model, training_logs
@@ -117,6 +126,29 @@ def test_what_is_logged_of_ratios(tmp_path, samples):
     assert log["entropy"] > 0
     assert log["sample/staleness_max"] >= 0
     assert not {"staleness/mean", "staleness/max", "bapo/masked_share"} & log.keys()
+
+
+def test_a_log_says_where_the_time_went(tmp_path, samples, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(phase_clock, "perf_counter", lambda: now)
+
+    def passes(owner, name, seconds):
+        function = getattr(owner, name)
+
+        def takes_time(*args, **kwargs):
+            nonlocal now
+            now += seconds
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, takes_time)
+
+    passes(NoTransfer, "send_weights", 3)
+    passes(AsyncGRPOTrainer, "get_batch_samples", 5)
+    passes(AsyncGRPOTrainer, "compute_loss", 7)
+    logs = training_logs(trained(tmp_path, samples, max_steps=3, gradient_accumulation_steps=2))
+    for log in logs:
+        seconds = {name: log[f"time/{name}"] for name in phase_clock.PHASES if log[f"time/{name}"]}
+        assert seconds == {"weights": 3, "waiting": 5, "training": 14}
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, samples):

@@ -2,10 +2,12 @@
 
 import torch
 
+from bapo_trl.phase_clock import PHASES
 from tests.helpers.toy import training_logs
 
 
 TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"}
+TIMES |= {f"time/{name}" for name in PHASES} | {"tokens/generated_per_s", "tokens/trained_per_s"}
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

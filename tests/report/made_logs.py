@@ -11,6 +11,7 @@ HEALTHY = {
     "bapo/clip_low": 0.6, "bapo/clip_high": 1.4, "bapo/negative_weight": 1.0, "clip_ratio/high_mean": 0.02,
     "clip_ratio/low_mean": 0.01, "ratio/mean": 1.0, "ratio/min": 0.4, "ratio/max": 2.5, "ratio/ess": 0.9,
     "ratio/chi2": 0.1, "staleness/mean": 3.5, "staleness/max": 7.0, "bapo/search_steps": 5.0, "bapo/masked_share": 0.0,
+    "time/generation": 6.0, "time/training": 3.0, "time/other": 1.0,
 }  # fmt: skip
 
 

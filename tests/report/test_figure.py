@@ -56,7 +56,7 @@ def test_a_run_has_the_panels_it_has_data_for(report, tmp_path, capsys):
     figure = report(save_run(tmp_path / "mine", made_logs(), share()))
     found = panels(figure)
     assert list(found) == [panel.title for panel in PANELS if "transfers" not in panel.title and panel is not ACCURACY]
-    assert 6 <= len(found) <= 8
+    assert 6 <= len(found) <= MOST_PANELS
     assert legend(found["Positive contribution (fraction of the loss)"]) == ["as trained", "at start bounds", "target"]
     assert legend(found["Clip bounds (importance ratio)"]) == ["upper bound", "lower bound", "ratio 1: on-policy"]
     assert legend(found["Importance ratios"]) == ["mean", "largest", "smallest", "healthy mean"]

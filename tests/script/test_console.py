@@ -3,23 +3,17 @@
 import contextlib
 import io
 import math
-from statistics import fmean
 
 import pytest
-import yaml
 from datasets import Dataset
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from bapo_trl import BAPOConfig
 from bapo_trl.batch.staleness import staleness_line
-from bapo_trl.inputs import advice
-from bapo_trl.inputs.advice import ADVICE, FEW_POSITIVE, FEW_POSITIVE_ADVICE, FewPositiveAdvice, advice_line
-from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.phase_clock import PHASES
 from bapo_trl.script.console import ProgressBar, UpdateLines, settings_table
-from tests.helpers.commands import ROOT
-from tests.helpers.script_runs import train_bapo
-from tests.helpers.toy import CPU, OFF_POLICY, ending_model, toy_dataset, toy_trainer, training_logs
+from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
 
 
 def off_policy(**args):
@@ -70,8 +64,6 @@ def test_the_table_of_settings_says_what_they_mean(args, expected):
 
 
 REPLAYS = {"replay_fraction": 0.25}
-ADVISED = "updates per generation, try loss_type vespo (docs/which_loss.md)."
-FEW_POSITIVE_ADVISED = ", ".join(f"{name} {value}" for name, value in FEW_POSITIVE_ADVICE.items())
 
 
 @pytest.mark.parametrize(
@@ -92,131 +84,11 @@ def test_how_stale_a_run_is(args, line):
     assert staleness_line(off_policy(num_iterations=1, **args)) == line
 
 
-def test_a_run_says_at_its_start_how_stale_it_is_and_the_advice(tmp_path, capsys):
+def test_a_run_says_at_its_start_how_stale_it_is(tmp_path, capsys):
     trainer = toy_trainer(tmp_path, max_steps=1, steps_per_generation=10, num_iterations=1)
     capsys.readouterr()
     trainer.train()
-    first, second = capsys.readouterr().out.splitlines()[:2]
-    assert (first, second) == (staleness_line(trainer.args), f"Advice: for 5 {ADVISED}")
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_advised"),
-    [
-        # Of 2 micro-batches an update: 4, 4.5, 2 x 2, 3 x 2 and less than 1 updates per generation
-        ({"steps_per_generation": 8}, False),
-        ({"steps_per_generation": 9}, True),
-        ({"steps_per_generation": 4, "num_iterations": 2}, False),
-        ({"steps_per_generation": 4, "num_iterations": 3}, True),
-        ({"steps_per_generation": 1}, False),
-        *(({"steps_per_generation": 32, "loss_type": loss}, False) for loss in ("vespo", "sapo", "grpo", "dr_grpo")),
-        ({"steps_per_generation": 32, "loss_type": "dapo"}, True),  # the default
-    ],
-)
-def test_the_advice_is_for_many_updates_with_the_default_loss(settings, is_advised):
-    args = off_policy(**{"num_iterations": 1, "search_scope": "micro_batch", **settings})
-    assert advice_line(args).endswith(ADVISED) == is_advised
-
-
-def empty_only(completions, **kwargs):
-    """Reward the shortest completion, so that few tokens have a positive advantage."""
-    return [float(text == "") for text in completions]
-
-
-def few_positive_run(tmp_path, capsys, *, resume=None, **settings):
-    """Train with 64 updates per generation, and return the contributions of the updates and what the run printed."""
-    few = {
-        "per_device_train_batch_size": 32, "num_generations": 8, "gradient_accumulation_steps": 1,
-        "steps_per_generation": 64, "num_iterations": 1, "max_completion_length": 24, "max_steps": 10,
-        "learning_rate": 1e-4, "reward_funcs": empty_only, "trainer_args": {"train_dataset": toy_dataset(256)},
-    }  # fmt: skip
-    trainer = toy_trainer(tmp_path, ending_model(eos_logit=1.5), **{**few, **settings})
-    capsys.readouterr()
-    trainer.train(resume_from_checkpoint=resume)
-    logged = [log.get("bapo/positive_share_initial", math.nan) for log in training_logs(trainer)]
-    return logged, capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_steps": 12},
-        {
-            "search_scope": "micro_batch", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4,
-            "steps_per_generation": 256,
-        },
-    ],
-)  # fmt: skip
-def test_after_ten_updates_a_run_prints_the_advice_for_few_positive_tokens(tmp_path, capsys, monkeypatch, settings):
-    monkeypatch.setattr(advice, "FEW_POSITIVE", 1.0)
-    contributions, out = few_positive_run(tmp_path, capsys, **settings)
-    mean = fmean(value for value in contributions[:10] if not math.isnan(value))
-    assert out.count(FEW_POSITIVE_ADVISED) == 1
-    assert f" was {mean:.2f} in the first 10 updates." in out
-    monkeypatch.setattr(advice, "FEW_POSITIVE", mean - 1e-4)
-    assert FEW_POSITIVE_ADVISED not in few_positive_run(tmp_path, capsys, **settings)[1]
-
-
-@pytest.mark.parametrize("update", [6, 10])
-def test_a_run_that_resumes_without_all_of_its_first_updates_does_not_print_it(tmp_path, capsys, update):
-    few_positive_run(tmp_path, capsys, max_steps=update, save_strategy="steps", save_steps=update)
-    assert FEW_POSITIVE_ADVISED not in few_positive_run(tmp_path, capsys, max_steps=update + 12, resume=True)[1]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"steps_per_generation": 63, "trainer_args": {"train_dataset": toy_dataset(252)}},
-        {"loss_type": "vespo", "negative_weight_min": 0.4},
-        {"max_steps": 9},
-        FIXED,  # which do not log it
-    ],
-)
-def test_other_runs_do_not_print_it(tmp_path, capsys, settings):
-    contributions, out = few_positive_run(tmp_path, capsys, **settings)
-    known = [value for value in contributions if not math.isnan(value)]
-    assert not known or fmean(known) < FEW_POSITIVE
-    assert FEW_POSITIVE_ADVISED not in out
-
-
-@pytest.mark.parametrize("is_main_process", [True, False])
-def test_only_the_main_process_prints_it_and_updates_without_tokens_do_not_count(capsys, is_main_process):
-    args = off_policy(num_iterations=1, steps_per_generation=128)
-    of_run = FewPositiveAdvice(args, is_main_process)
-    for update in range(1, 11):
-        value = math.nan if update in (4, 10) else 0.08
-        of_run.observe({"bapo/positive_share_initial": value}, update)
-    assert capsys.readouterr().out.count(" was 0.08 in the first 10 updates.") == is_main_process
-
-
-def test_who_names_a_loss_or_a_method_gets_no_advice(tmp_path, capsys):
-    own = "dataset_name: embedded\nsteps_per_generation: 64\nuse_cpu: true\nbf16: false\n"
-    (tmp_path / "own.yaml").write_text(own)
-    (tmp_path / "chosen.yaml").write_text(f"{own}loss_type: dapo\n")
-    for flags, is_advised in {
-        ("quickstart",): True,
-        ("quickstart", "--method=grpo"): False,
-        ("quickstart", "--loss-type", "dapo"): False,  # the default, named
-        (str(tmp_path / "own.yaml"),): True,
-        (str(tmp_path / "chosen.yaml"),): False,
-    }.items():
-        arguments = ["--config", *flags, "--output_dir", str(tmp_path / "out")]
-        assert advice_line(parse_arguments(arguments)[1]).endswith(ADVISED) == is_advised, flags
-    train_bapo.main(["--config", "quickstart", "--method", "bapo", "--dry_run", "true"])
-    assert "Advice" not in capsys.readouterr().out
-    train_bapo.main(["--config", "quickstart", "--dry_run", "true"])
-    assert f"{ADVISED}\n" in capsys.readouterr().out
-
-
-def test_the_page_and_the_recipe_are_of_the_advice():
-    page = (ROOT / "docs" / "which_loss.md").read_text()
-    assert all(f'`{name}="{value}"`' in page for name, value in ADVICE.items())
-    assert all(f"`{name}={value}`" in page for name, value in FEW_POSITIVE_ADVICE.items())
-    study = (ROOT / "docs" / "study_few_positive.md").read_text()
-    assert FEW_POSITIVE_ADVISED in study
-    assert all(f"{FEW_POSITIVE} or less" in text for text in (page, study))
-    recipe = yaml.safe_load((ROOT / "recipes" / "stale_samples.yaml").read_text())
-    assert {name: recipe[name] for name in ADVICE} == ADVICE
+    assert capsys.readouterr().out.splitlines()[0] == staleness_line(trainer.args)
 
 
 LOG = {
@@ -317,6 +189,26 @@ def test_a_row_of_a_resumed_run_says_how_fast_it_is(monkeypatch, capsys):
     # 4 s for 2 updates, 8 left at 2 s each; 2 s for 1, 6 s for 3 so far, 7 left; 3600 s for 7, none left
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split()[-2:] for row in rows] == [["2.00", "0:00:16"], ["2.00", "0:00:14"], ["514.29", "0:00:00"]]
+
+
+def test_the_first_row_counts_a_generation_once_per_generation(monkeypatch, capsys):
+    monkeypatch.setattr("bapo_trl.script.console.monotonic", lambda: 0.0)
+    args = off_policy(num_iterations=1, steps_per_generation=8)  # 4 updates per generation
+    state = TrainerState(max_steps=12, is_world_process_zero=True)
+    callback = UpdateLines()
+    callback.on_train_begin(None, state, None)
+    times = dict.fromkeys((f"time/{name}" for name in PHASES), 0.0)
+    with_generation = {**times, "time/generation": 95.0, "time/scoring": 5.0, "time/training": 1.5, "time/other": 0.5}
+    without = {**times, "time/training": 2.0}
+    for state.global_step, log in (
+        (1, with_generation),
+        (2, without),
+        (5, with_generation | {"time/generation": 28.0}),
+    ):
+        callback.on_log(args, state, TrainerControl(), logs={"loss": 0.1, **log})
+    rows = [line for line in capsys.readouterr().out.splitlines() if "/12" in line]
+    # 11 updates of 2 s and 2 generations of 100 s; the last line: 3 updates of 2 s, and 99.5 s for one generation
+    assert [row.split()[-1] for row in rows] == ["0:03:42", "0:03:40", "0:01:54"]
 
 
 def test_completions_that_the_terminal_cannot_encode_end_no_training(tmp_path, monkeypatch):

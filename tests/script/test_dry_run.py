@@ -65,7 +65,6 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n  | 0+1=\n" in out
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
     assert '\nRewards of an example completion, "The answer is 1."\n  has_digit: 1\n' in out
-    assert "Advice" not in out  # of 2 updates per generation
 
 
 def test_prompts_are_tokenized_once(monkeypatch):
