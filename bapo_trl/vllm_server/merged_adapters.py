@@ -120,7 +120,7 @@ def _copy_in_float32(module: torch.nn.Module) -> torch.nn.Module:
     """Copy a module and its tensors. `deepcopy` would also copy the engine, which ZeRO-3's hooks refer to."""
     if is_quantized(module):
         return full_layer(module)
-    copied = copy.copy(module)
+    copied: Any = copy.copy(module)
     if _has_adapter(module) and _base_is_quantized(module):
         copied.__class__, copied.fan_in_fan_out = float_class(module), False
     attributes = vars(copied)

@@ -90,7 +90,8 @@ def unquantized_engine() -> Iterator[None]:
     For a model in 4 bits, TRL would make an engine in 4 bits; in 8 bits, it raises an error. Needed up to TRL 1.16 at
     least.
     """
-    init, has_bitsandbytes = VLLMGeneration._init_vllm, vllm_generation.is_bitsandbytes_available
+    of_trl: Any = VLLMGeneration
+    init, has_bitsandbytes = of_trl._init_vllm, vllm_generation.is_bitsandbytes_available
 
     def init_unquantized(generation: Any) -> None:
         if generation.accelerator.device.type == "cuda":
@@ -99,11 +100,11 @@ def unquantized_engine() -> Iterator[None]:
         vllm_generation.is_bitsandbytes_available = lambda: False
         init(generation)
 
-    VLLMGeneration._init_vllm = init_unquantized
+    of_trl._init_vllm = init_unquantized
     try:
         yield
     finally:
-        VLLMGeneration._init_vllm, vllm_generation.is_bitsandbytes_available = init, has_bitsandbytes
+        of_trl._init_vllm, vllm_generation.is_bitsandbytes_available = init, has_bitsandbytes
 
 
 def check_engine_memory(generation: Any, gpu_memory: int) -> None:
