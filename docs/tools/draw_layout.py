@@ -38,7 +38,7 @@ def draw(path: Path) -> None:
     ]
     axes.set_yticks(range(len(rows)), names, fontsize=12)
     axes.invert_yaxis()
-    axes.legend(fontsize=11, loc="lower right")
+    figure.legend(fontsize=11, loc="outside lower center", ncols=3, frameon=False)
     save_panel(
         figure, axes, path, "CPU time of an update, relative to GRPOTrainer", "", "The same gradient in less time"
     )
