@@ -117,6 +117,8 @@ def test_what_the_client_and_the_weight_transfer_lack_is_named(monkeypatch):
         "VLLMClient.model",
         "VLLMClient.reset_prefix_cache",
         "VLLMClient.update_named_params(self, metadata, named_params, ...)",
+        "VLLMGeneration: _init_vllm",
+        "VLLMGeneration: is_bitsandbytes_available",
         "VLLMGeneration: merge_adapter",
         "VLLMGeneration: unmerge_adapter",
     ]

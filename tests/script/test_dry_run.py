@@ -204,7 +204,7 @@ PARTIAL = {"partial_rollout_oversampling": "1.5", "partial_rollout_chunk_length"
         ({"model_name_or_path": "small"}, r"The tokenizer has token ids up to \d+, but the model's `vocab_size` is 9"),
         ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
         ({"use_liger_kernel": "true"}, "`use_liger_kernel` needs the package liger_kernel"),
-        ({"optim": "adamw_8bit"}, "`optim` is 'adamw_8bit'|bitsandbytes"),
+        ({"optim": "lomo"}, "lomo"),
         ({"push_to_hub": "true"}, "push_to_hub|offline"),
         ({"use_peft": "true", "lora_target_modules": "nothing"}, "Target modules .*nothing.* not found"),
         ({"sync_ref_model": "true"}, "(?s)`?sync_ref_model.*beta"),

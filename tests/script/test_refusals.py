@@ -42,8 +42,8 @@ AT_ONCE = [
     ({"lr": 3, "quiet": "true"}, r"--lr \(none is near\), --quiet \(none is near\)$"),
     ({"output_dir": "out|recipes/math_7b.yaml"}, "'recipes/math_7b.yaml' follows no flag"),
     # Methods
-    ({"method": "dapo"}, "`method` is 'dapo': set it to one of grpo, clip_higher"),
-    ({"config": "methods.yaml"}, r"`method` is \['grpo', 'bapo'\]: set it to one of grpo, clip_higher"),
+    ({"method": "dapo"}, "`method` is 'dapo': set it to one of trl, grpo"),
+    ({"config": "methods.yaml"}, r"`method` is \['grpo', 'bapo'\]: set it to one of trl, grpo"),
     (
         {"method": "grpo", "ratio_upper_max": 1.3},
         "sets `ratio_upper_max` to 1.2, but `ratio_upper_max` is '1.3'",
