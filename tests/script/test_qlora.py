@@ -1,6 +1,7 @@
 """A base model in 4 bits through the command line: trained, resumed, evaluated, merged, planned."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def trained(tmp_path_factory):
 def in_folder(trained, monkeypatch):
     monkeypatch.chdir(trained)
     monkeypatch.syspath_prepend(trained)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # of another test's folder
 
 
 def test_an_adapter_is_trained_evaluated_and_merged_into_the_unquantized_model(in_folder):
