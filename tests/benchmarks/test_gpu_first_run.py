@@ -416,7 +416,7 @@ def test_chat_asks_for_each_merge_and_each_runner_with_each_seed(tmp_path, monke
     assert len(prompts) == 3  # by seed
     for name, (settings, merge) in asked.items():
         assert settings["max_steps"] == 32
-        assert settings["learning_rate"] == 5e-4  # the recipe's
+        assert settings["learning_rate"] == 1e-4  # the recipe's
         assert settings["steps_per_generation"] == 4
         assert settings["seed"] == int(name[-1])
         assert settings.get("use_vllm", False) == (merge is not None) == ("vLLM" in name)
