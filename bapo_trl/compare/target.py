@@ -34,8 +34,8 @@ def to_target(
     """
     Return `seconds`, `tokens` and `updates` of a run until it reached the target, and whether it `reached` it.
 
-    Of a run that did not reach it, they are those of the whole run: a lower bound. `costs` has the `wall` and `cpu`
-    seconds and the generated `tokens` up to each measurement of the `curve`; `clock` is one of the first two.
+    A run that did not reach it has the costs of the whole run, a lower bound. `costs` has the `wall` and `cpu` seconds
+    and the generated `tokens` up to each measurement of the `curve`; `clock` is one of the first two.
     """
     columns: dict[str, list[float | None]] = {
         "seconds": [cost.get(clock) for cost in costs],

@@ -4,6 +4,7 @@ import pytest
 
 from bapo_trl import phase_clock
 from bapo_trl.report.command import write_report
+from bapo_trl.report.facts import facts_of
 from bapo_trl.report.runs import Logs, read_runs
 from bapo_trl.report.times import PHASES, largest_savings, seconds_of, time_line
 from tests.helpers.toy import toy_trainer
@@ -53,15 +54,12 @@ def test_the_line_names_the_largest_part_first():
 
 @pytest.mark.figures
 def test_the_report_ends_with_it_and_draws_the_phases(tmp_path):
-    pytest.importorskip("matplotlib")
     run = save_run(tmp_path / "run", made_logs(size=3, first=4, every=4))
     text = write_report(read_runs([run]), tmp_path / "report.png")
     assert text.splitlines()[-1].startswith("Time: 12 updates took 120 s")
 
 
-def test_a_trainer_over_a_server_says_what_it_could_do(tmp_path):
-    from bapo_trl.report.facts import facts_of
-
+def test_a_run_without_vllm_is_told_of_no_setting_that_needs_it(tmp_path):
     facts = facts_of(toy_trainer(tmp_path).args)
     assert not facts["can_overlap"]
     assert not facts["can_use_sampler_logps"]
