@@ -55,7 +55,7 @@ def trained(folder, samples, *args, resume=None, **settings):
 
 
 def without_times(log):
-    of_time = ("perf/", "time", "runtime", "per_second", "total_flos", "queue_s")
+    of_time = ("perf/", "time", "runtime", "per_s", "total_flos", "queue_s")
     return {name: value for name, value in log.items() if not any(part in name for part in of_time)}
 
 

@@ -186,12 +186,12 @@ def launcher_of(processes: int) -> list[str]:
 WAITING = """
 import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *args: sys.exit(75))
-os.write(1, b"ready\\n")  # in one piece: the ranks share this pipe
-while True:
-    try:
+try:
+    os.write(1, b"ready\\n")  # in one piece: the ranks share this pipe. A signal may come right behind it
+    while True:
         signal.pause()
-    except KeyboardInterrupt:
-        sys.exit(130)
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
