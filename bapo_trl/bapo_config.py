@@ -301,8 +301,8 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         generation, window = self.micro_batches_per_generation, self.gradient_accumulation_steps
         # With overlapped generation, samples are trained on in the generation step after the one that requests them
         span = 2 * generation if self.overlap_generation else generation
-        # A generation starts at most `window - gcd` micro-batches into an update, and ends that much further on.
-        return math.ceil((span + window - math.gcd(generation, window)) / window) - 1
+        starts = range(0, math.lcm(generation, window), generation)  # of generation steps, in micro-batches
+        return max((start + span - 1) // window - start // window for start in starts)
 
     @property
     def staleness_if_paused(self) -> int:

@@ -14,42 +14,39 @@ from transformers.trainer_utils import SaveStrategy, has_length
 
 from .bapo_config import BAPOConfig, check_copied, check_unchanged, copied_settings, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
-from .batch.micro_batches import MicroBatches
-from .batch.policy_loss import PolicyLoss, forward_arguments, known_old_logps, mask_values, without_masked_values
-from .batch.reward_sums import best_of_k, zero_advantage_rows
-from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
-from .batch.samples import attach_version, mask_zero_advantages, pad_completions, pad_logps
+from .batch.log_values import reduce_window
+from .batch.micro_batches import make_micro_batches
+from .batch.policy_loss import known_old_logps, mask_values, without_masked_values
+from .batch.reward_sums import best_of_k
+from .batch.samples import attach_version, pad_logps
 from .batch.staleness import staleness_line
-from .batch.updates import BatchUpdates, Generation
+from .batch.updates import make_updates
 from .checkpoints.atomic import AtomicCheckpoints
-from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
+from .checkpoints.curves import CarriedCurves
 from .checkpoints.data_place import DataPlace
-from .checkpoints.log_window import LogWindow, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
-from .checkpoints.ref_model import load_ref_model, save_ref_model
-from .checkpoints.stop_signals import is_stopped
+from .checkpoints.ref_model import ReferenceModel
 from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.generation_config import check_can_be_saved, settings_of_model
 from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
+from .paper import PAPER
+from .parts import Clock, Part
 from .phase_clock import PhaseClock
-from .replay.buffer import FILES as BUFFER_FILES
-from .replay.mixer import make_mixer
+from .replay.mixer import ReplayMixer
 from .rollouts.injected import InjectedRollouts
-from .rollouts.overlap import FILES as REQUEST_FILES
-from .rollouts.overlap import SIGNAL_WAIT_S, make_overlap
-from .rollouts.read_ahead import ReadAhead
-from .rollouts.rounds import check_no_pool, make_rounds, token_cap
+from .rollouts.overlap import Overlap
+from .rollouts.partial import NoPartialRollouts, PartialRollouts
 from .upstream import fixes, trl_compat
-from .upstream.forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
-from .upstream.model_card import PAPER, rewrite_card
+from .upstream.forward_passes import without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict, uses_vllm_server
+from .vllm_server.comparison import SamplerComparison
 from .vllm_server.merged_adapters import send_merged_copies
-from .vllm_server.mismatch import DifferenceCheck, client_for, compare_with_sampler
-from .vllm_server.quantized import prepare_quantized, unquantized_engine
-from .vllm_server.stale_server import make_server_check
+from .vllm_server.mismatch import sampler_for
+from .vllm_server.quantized import prepare_quantized
+from .vllm_server.server_weights import ServerWeights
 
 
 trl_compat.check_trl()
@@ -77,8 +74,8 @@ class BAPOTrainer(AtomicCheckpoints):
             Result of the latest search; the start bounds before the first one. After an update, its shares are
             measured on the update's own tokens. For a loss without clip bounds (`cispo`, `sapo`, `vespo`), both bounds
             are 1 and unused.
-        dataset_title (`str` or `None`):
-            Name of the data in the model card; set it if the dataset has no name of its own.
+        parts (`list[Part]`):
+            Features of the trainer, in the order of their collectives; see [`Part`].
 
     Raises:
         ValueError: If settings contradict each other, or a dataset has too few prompts for one generation step. During
@@ -92,7 +89,6 @@ class BAPOTrainer(AtomicCheckpoints):
     _buffered_inputs: Any
     epsilon_low: Any  # a tensor here
     epsilon_high: Any
-    dataset_title: str | None = None
     _eval_rows_left = sys.maxsize  # of an evaluation, over all ranks
 
     _tag_names = ["trl", "bapo"]
@@ -110,11 +106,7 @@ class BAPOTrainer(AtomicCheckpoints):
         if trains:
             check_number_of_prompts(train_dataset, args)
 
-        backend: Any = nullcontext()
-        if args.use_vllm:
-            uses_server = args.vllm_mode == "server"
-            backend = client_for(args.device, args.vllm_request_timeout) if uses_server else unquantized_engine()
-        with backend:
+        with sampler_for(args):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         zero = self.args.deepspeed_plugin
@@ -127,23 +119,37 @@ class BAPOTrainer(AtomicCheckpoints):
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._known_logps: list[list[float | None]] | None = None  # set from a generation until TRL scores it
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
+        self.phase_clock = PhaseClock(self._log_values)
+        self.add_callback(self.phase_clock)
+        self.server_retries = None
         if self.use_vllm:
             send_merged_copies(self)
-            self._time_transfers()
-        self._server = None
+            self.phase_clock.time_calls(self.vllm_generation, "sync_weights", "weights")
         if uses_vllm_server(self):
             from .vllm_server.retries import ServerRetries  # needs requests, which only a server does
 
-            self._server = ServerRetries(self, self._forget_sent_weights, self._end_without_server)
+            self.server_retries = ServerRetries(self, self._forget_sent_weights, self._end_without_server)
+        self.parts = self._make_parts()
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
             from_model = settings_of_model(args, self.model.generation_config, self.processing_class)
             for message in setting_warnings(args, from_model):
                 warnings.warn(message, stacklevel=2)
 
+    def _make_parts(self) -> list[Part]:
+        """Return the parts of the trainer, in the order of their collectives."""
+        args = self.args
+        self._data_place, weights = DataPlace(), ServerWeights()
+        rollouts = [PartialRollouts() if args.uses_partial_rollouts else NoPartialRollouts()]
+        overlap = [Overlap(weights.refresh)] if args.overlap_generation else []
+        # The comparison adds behaviour log-probabilities, which replay needs
+        replay = [ReplayMixer(self._log_values)] if args.uses_replay else []
+        others = [SamplerComparison(), weights]
+        return [ReferenceModel(), *rollouts, *overlap, *others, *replay, CarriedCurves(), self._data_place]
+
     @property
     def clip_bounds(self) -> ClipBounds:
-        return self._bounds.current
+        return self.bounds_controller.current
 
     # The run
 
@@ -169,60 +175,37 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _reset_run_state(self) -> None:
         fixes.reset_grpo_state(self)
-        self._log_window = LogWindow(self)
-        self._data_place = DataPlace(self)
-        self.pop_callback(PhaseClock)  # of an earlier run
-        self._clock = PhaseClock(self._log_values)
-        self.add_callback(self._clock)
         self._settings = own_settings(self.args)
         trains_as_padded = self.args.micro_batch_layout == "padded" and not (
             self.args.uses_replay or self.args.uses_partial_rollouts
         )
         self._probes_padding = not (trains_as_padded or self._is_vlm)
-        self._generation = Generation()
-        if self._server is not None:  # before the rounds, which need its context window
-            self._server.begin_run()
+        self.sampled_by: int | None = None  # policy version that sampled the buffer, on all ranks; `None` if several
+        self.update_began = Clock(version=-1)
+        if self.server_retries is not None:  # before the rounds, which need its context window
+            self.server_retries.begin_run()
         self._forget_sent_weights()
-        self._rounds = make_rounds(self) if self.args.uses_partial_rollouts else None
-        self._overlap = make_overlap(self) if self.args.overlap_generation else None
-        self._read_ahead: ReadAhead | None = None
-        self._check_difference = DifferenceCheck(
-            self.args.vllm_logp_tolerance, self.args.biased_settings, self.accelerator.is_main_process
-        )
-        self._server_check = make_server_check(self)
-        self._replay = make_mixer(self) if self.args.uses_replay else None
-        policy_loss = PolicyLoss(
-            self.args,
-            score_ahead=self._score_ahead,
-            off_policy_mask=self.get_off_policy_mask,
-            entropy_mask=self.get_high_entropy_mask,
-            is_random=has_random_forward(self.model, self.neftune_noise_alpha),
-        )
-        self._micro_batches = MicroBatches(self.args, self.accelerator, self._parts_of_loss(), self.accelerator.print)
+        for part in self.parts:
+            part.reset(self)
+        self._micro_batches = make_micro_batches(self)
         self._scale = LossScale()  # of the micro-batch whose loss is being computed
-        # The first micro-batch of the current update, and the policy version before it
-        self._update_start, self._version_before = 0, -1
-        self._updates = BatchUpdates(self.args, self.accelerator, policy_loss, lambda: self.state.global_step + 1)
-        self._bounds = self._updates.bounds
-        self._clip_with(self._bounds.current)
+        self._updates = make_updates(self)
+        self.bounds_controller = self._updates.bounds
+        self._clip_with(self.bounds_controller.current)
 
-    def _time_transfers(self) -> None:
-        sync_weights = self.vllm_generation.sync_weights
+    def now(self) -> Clock:
+        """Return where the run is."""
+        place = self._step % self.args.micro_batches_per_generation
+        return Clock(self.state.global_step, self._step, place, place % self.args.steps_per_generation == 0)
 
-        def timed_sync():
-            with self._clock.phase("weights"):
-                sync_weights()
+    @property
+    def has_sent_weights(self) -> bool:
+        return self._last_loaded_step == self.state.global_step
 
-        vars(self.vllm_generation)["sync_weights"] = timed_sync
-
-    def _parts_of_loss(self) -> list[str]:
-        """Return the parts of the loss besides the policy loss."""
-        parts = {
-            "kl": self.beta != 0,
-            "entropy": self._entropy_bonus_enabled or self.top_entropy_quantile < 1,
-            "router": self.aux_loss_enabled,
-        }
-        return [name for name, is_there in parts.items() if is_there]
+    def send_weights(self) -> None:
+        """Send the weights to vLLM, as TRL does before a generation."""
+        self.vllm_generation.sync_weights()
+        self._last_loaded_step = self.state.global_step
 
     def _forget_sent_weights(self) -> None:
         self._last_loaded_step = -1  # of TRL, which then sends the weights before the next generation
@@ -238,7 +221,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def log(self, logs, *args, **kwargs):
         if self.model.training:
-            self._log_values(self._clock.rates())
+            self._log_values(self.phase_clock.rates())
         reduce_window(self._metrics["train" if self.model.training else "eval"])
         super().log(logs, *args, **kwargs)
 
@@ -266,22 +249,13 @@ class BAPOTrainer(AtomicCheckpoints):
             epochs, skipped = num_train_epochs, 0
         # TRL's sampler repeats the prompts of a generation step for each of its micro-batches. If TRL's count started
         # at 0 here, generation steps would not align with these blocks, and the next resume would lose prompts.
-        self._step = skipped
-        self._first_epoch, self._read_ahead = epochs, None
+        self._step, self.first_epoch = skipped, epochs
         return epochs, skipped
 
     def get_batch_samples(self, epoch_iterator, num_batches, *args, **kwargs):
-        self._update_start, self._version_before = self._step, self.state.global_step
-        if self._overlap is not None:
-            if self._read_ahead is None:
-                loader, size = self.callback_handler.train_dataloader, self.args.micro_batches_per_generation
-                epochs = self._first_epoch, self.state.num_train_epochs
-                self._read_ahead = ReadAhead(loader, size, self._step, *epochs)
-            updates_left = self.state.max_steps - self.state.global_step - 1
-            num_left = updates_left * self.args.gradient_accumulation_steps
-            epoch_iterator = iter(self._read_ahead.take(epoch_iterator, self._step, num_batches, num_left))
-            if self._read_ahead.has_skipped:
-                self._overlap.drop()
+        self.update_began = self.now()
+        for part in self.parts:
+            epoch_iterator = part.batches(epoch_iterator, num_batches, self.update_began)
         return super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
 
     # A generation
@@ -289,38 +263,29 @@ class BAPOTrainer(AtomicCheckpoints):
     def _prepare_inputs(self, generation_batch, *args, **kwargs):  # type: ignore[override]
         if not self.model.training:
             return super()._prepare_inputs(generation_batch, *args, **kwargs)
-        with self._clock.phase("other"):
+        with self.phase_clock.phase("other"):
             check_copied(self, self._copied_settings)
             check_unchanged(self.args, self._settings)
-            step = self._step % self.args.micro_batches_per_generation
-            starts_later_pass = step > 0 and step % self.args.steps_per_generation == 0
-            if self._replay is not None and starts_later_pass and self._buffered_inputs:
-                batch = self._take_batch(self._replay.draw_later_pass(self.state.global_step))
-                shuffled: Any = shuffle_sequence_dict(batch)  # declared to hold any sequences
-                self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
+            clock = self.now()
+            if clock.place and clock.begins_pass and self._buffered_inputs:
+                batch = self._mix(None, clock)
+                if batch is not None:
+                    shuffled: Any = shuffle_sequence_dict(batch)  # declared to hold any sequences
+                    self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
             super()._prepare_inputs(generation_batch, *args, **kwargs)
             buffer = self._buffered_inputs
             if not self._micro_batches.is_laid_out(buffer):
-                count = self.current_gradient_accumulation_steps
-                self._micro_batches.lay_out(buffer, self._step, self._update_start, count)
+                began, count = self.update_began.micro_batch, self.current_gradient_accumulation_steps
+                self._micro_batches.lay_out(buffer, self._step, began, count)
             return buffer[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
         if not self.tools and self.rollout_func is None:  # which may give images of their own
             check_images(inputs)
-        inputs, version = fixes.without_missing_images(inputs), self.state.global_step
+        inputs, clock = fixes.without_missing_images(inputs), self.now()
         if self.model.training:
-            self._generation = Generation(version, self._step)
-            if self._rounds is not None:
-                self._injected = self._finish_groups(inputs)
-            elif self._overlap is not None:
-                size = self.args.micro_batches_per_generation
-                place = self._step % size
-                next_inputs = self._read_ahead.at(self._step - place + size)
-                with self._clock.phase("waiting"):
-                    self._injected = self._overlap.take(inputs, next_inputs, version, is_next=place == 0)
-        elif self._overlap is not None:
-            self._overlap.collect()  # before the evaluation sends the weights
+            given = (part.sample(inputs, clock) for part in self.parts)
+            self._injected = next((each for each in given if each is not None), None)
         rollouts = self._injected
         with fixes.keeping_frozen(self.model), without_gradient_checkpointing(self.model):
             try:
@@ -330,83 +295,26 @@ class BAPOTrainer(AtomicCheckpoints):
                 self._injected = self._known_logps = None
         if not self.model.training:
             return batch
-        num_padding = 0
+        num_fillers = 0
         if rollouts is None:
-            versions = attach_version(batch, version)
-            self._generation.sampled_by = None if self.args.use_sampler_logps else version  # ratios are not 1
+            batch = attach_version(batch, clock.version)
+            has_ratios_of_1 = not self.args.use_sampler_logps
+            self.sampled_by = clock.version if has_ratios_of_1 else None
         else:
-            num_padding = self.args.rows_per_generation - len(rollouts)
-            if self._rounds is not None:
-                self._log_values({"partial/masked": num_padding * self.accelerator.num_processes})
-            batch, versions = rollouts.attach_to(batch, self.args.rows_per_generation)
-        was_requested = self._overlap is not None and rollouts.versions[0][0] < version
-        self._compare_with_sampler(batch, was_requested)
-        with self._clock.phase("weights"):
-            if self._overlap is None:
-                self._ask_server(batch)
-            if self._server_check is not None:
-                self._log_values(self._server_check(self.model))
-        if self._replay is not None:
-            return self._draw_first_pass(batch, versions, num_padding)
-        return mark_fillers(batch, num_padding) if num_padding else batch
+            num_fillers = self.args.rows_per_generation - len(rollouts)
+            batch = rollouts.attach_to(batch, self.args.rows_per_generation)
+            self.sampled_by = None
+        for part in self.parts:
+            self._log_values(part.check(batch, rollouts))
+        return self._mix(mark_fillers(batch, num_fillers) if num_fillers else batch, clock)
 
-    def _finish_groups(self, inputs) -> InjectedRollouts:
-        """Add the prompts of a generation step to the rollout pool, and return groups once they are complete."""
-        version, prompts = self.state.global_step, inputs[:: self.num_generations]
-        prompt_ids, *_ = self._tokenize_prompts([row["prompt"] for row in prompts])
-        limit = self.args.partial_rollout_max_staleness
-        with self._clock.phase("generation"), without_gradient_checkpointing(self.model):
-            rollouts, metrics = self._rounds.generate(
-                list(zip(prompts, prompt_ids, strict=True)),
-                version,
-                None if limit is None else version + self.args.staleness_if_paused - limit,
-                self._continue_completions,
-                self._score_completions,
-                self._bounds.is_open,
-            )
-        self._log_values(metrics)
-        return rollouts
-
-    def _refresh_server(self, rollouts: InjectedRollouts) -> None:
-        """Send the weights to the server if it lacks them, and check that it has loaded them."""
-        samples = rollouts.prompt_ids, rollouts.token_ids
-        with self._clock.phase("weights"):
-            if self._last_loaded_step != self.state.global_step:
-                self._server.generate(self._send_weights, is_first_request=True)
-            self._ask_server(pad_completions(*samples, self._tokenizer.pad_token_id, self.accelerator.device))
-
-    def _send_weights(self) -> None:
-        self.vllm_generation.sync_weights()
-        self._last_loaded_step = self.state.global_step
-
-    def _ask_server(self, batch) -> None:
-        # A restarted server is expected to lack the weights: it gets them before the next generation
-        if self._server_check is not None and self._server.has_same_server():
-            self._server_check.ask_server(batch)
-
-    def _compare_with_sampler(self, batch, was_requested: bool) -> None:
-        """Add behaviour log-probabilities where needed; compare the sampler's log-probabilities with the trainer's."""
-        # TRL uses those of a `rollout_func` only to correct for vLLM. Else they may be placeholders of any length
-        are_of_sampler = self.rollout_func is None or (self.use_vllm and self.vllm_importance_sampling_correction)
-        if not are_of_sampler and self.off_policy_mask_threshold is None:
-            drop_sampler_logps(batch)
-        compares = are_of_sampler and has_sampler_logps(batch)
-        if not (self.args.uses_replay or compares):
-            return
-        if not (self.args.takes_sampler_logps and compares):
-            logps = behavior_logps(batch, self._score_all, keeps=self.args.uses_replay)
-        else:  # the behaviour log-probabilities are the sampler's, and comparing a part is enough
-            batch.setdefault("old_per_token_logps", batch["sampling_per_token_logps"])
-            compares_part = was_requested or (self.args.use_sampler_logps and not self._is_vlm)
-            batch = split_tensor_dict(batch, self.args.steps_per_generation)[0] if compares_part else batch
-            logps = self._score_all(batch)
-        if compares:
-            is_per_sequence = self.args.vllm_importance_sampling_mode.startswith("sequence")
-            of_both = read_sampler_logps(batch, logps)
-            metrics, difference = compare_with_sampler(of_both, is_per_sequence, self.accelerator.gather)
-            self._log_values(metrics)
-            if not was_requested:
-                self._check_difference(difference)
+    def _mix(self, batch, clock: Clock):
+        for part in self.parts:
+            batch = part.mix(batch, clock)
+            if part.is_fresh is not None:
+                has_ratios_of_1 = part.is_fresh and not self.args.use_sampler_logps
+                self.sampled_by = clock.version if has_ratios_of_1 else None
+        return batch
 
     def _tokenize_prompts(self, prompts, *args, **kwargs):
         if self._injected is not None:  # a chat template that shows the date may give other token ids by now
@@ -414,27 +322,21 @@ class BAPOTrainer(AtomicCheckpoints):
         return super()._tokenize_prompts(prompts, *args, **kwargs)
 
     def _generate(self, *args, **kwargs):
-        with self._clock.phase("generation"):
+        with self.phase_clock.phase("generation"):
             output = super()._generate(*args, **kwargs)
-        if self.model.training:
-            num_samples = len(output[1]) * self.accelerator.num_processes
-            self._clock.count(generated=round(self._metrics["train"]["completions/mean_length"][-1] * num_samples))
-        if self.model.training and self._probes_padding:
-            self._probe_padding()  # once the weights are sent: a forward pass leaves some that FSDP2 cannot send
-        if self.model.training and self.args.scores_samples:
+        if not self.model.training:
+            return output
+        num_samples = len(output[1]) * self.accelerator.num_processes
+        self.phase_clock.count(generated=round(self._metrics["train"]["completions/mean_length"][-1] * num_samples))
+        if self._probes_padding:  # once the weights are sent: a forward pass leaves some that FSDP2 cannot send
+            self._probes_padding = False
+            self._micro_batches.keeps_prompt_padding = checks.padding_counts(self)
+        if self.args.scores_samples:
             if self._injected is not None:
                 self._known_logps = self._injected.behavior_logps
             elif self.args.use_sampler_logps:
                 self._known_logps = output[4]
         return output
-
-    def _probe_padding(self) -> None:
-        """Find out, once a run, whether padding before a prompt changes what the model computes."""
-        self._probes_padding = False
-        counts = checks.padding_counts(self._score_all, self.model, self._tokenizer, self.accelerator)
-        self._micro_batches.keeps_prompt_padding = counts
-        if counts and self.accelerator.is_main_process:
-            checks.warn_of_padding(self.model, self.args)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._injected is not None:
@@ -442,16 +344,12 @@ class BAPOTrainer(AtomicCheckpoints):
         generate = super()._generate_single_turn
 
         def sample():
-            with self._clock.phase("generation"), fixes.keeping_modes(self.model):
+            with self.phase_clock.phase("generation"), fixes.keeping_modes(self.model):
                 return generate(prompt_ids, *args, **kwargs)
 
-        if self._server is None:
+        if self.server_retries is None:
             return sample()
-        return self._server.generate(sample, self._last_loaded_step != self.state.global_step)
-
-    def _continue_completions(self, prompts, cap):
-        with token_cap(self, cap):
-            return self._generate_single_turn(prompts, None, {}, num_generations=1)
+        return self.server_retries.generate(sample, not self.has_sent_weights)
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
         with checking_rewards(self, len(prompts)):
@@ -459,17 +357,16 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _take_rewards(self, inputs, prompts, completions, *args, **kwargs) -> torch.Tensor:
         """Return the rewards of all ranks, of this class or a subclass, once they are checked and logged."""
-        with self._clock.phase("rewards"):
+        with self.phase_clock.phase("rewards"):
             rewards_per_func = type(self)._calculate_rewards(self, inputs, prompts, completions, *args, **kwargs)
         check_rewards(self, rewards_per_func, prompts, completions)
-        if not self.model.training:
+        if self.model.training:
+            for part in self.parts:
+                part.take_rewards(rewards_per_func)
+        else:
             counted = rewards_per_func[: self._eval_rows_left]
             self._eval_rows_left -= len(counted)
             self._log_groups(counted)
-        elif self.args.replay_zero_advantage:
-            weights = self.reward_weights.to(rewards_per_func.device)
-            sums_first = self.args.sums_rewards_first
-            self._has_zero_advantage = zero_advantage_rows(rewards_per_func, weights, self.num_generations, sums_first)
         return rewards_per_func
 
     def _log_groups(self, rewards_per_func: torch.Tensor) -> None:
@@ -479,50 +376,16 @@ class BAPOTrainer(AtomicCheckpoints):
             for best in best_of_k(rewards_per_func, self.reward_weights, count).tolist():
                 self._log_values({f"reward_best_of_{count}": best}, "eval")  # TRL logs their mean
 
-    @torch.no_grad()
-    def _score(self, batch, compute_entropy=False, batch_size=None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log-probabilities and entropies, `(B, T)` each, of a batch under the current policy."""
-        with without_gradient_checkpointing(self.model):
-            arguments, named = forward_arguments(batch)
-            named |= {"batch_size": batch_size, "compute_entropy": compute_entropy}
-            logps, entropies, *_ = self._get_per_token_logps_and_entropies(self.model, *arguments, **named)
-        return logps, entropies
-
-    def _score_all(self, batch) -> torch.Tensor:
-        return self._score(batch, batch_size=self.args.per_device_train_batch_size)[0]
-
-    def _score_completions(self, prompts, completions):
-        batch = pad_completions(prompts, completions, self._tokenizer.pad_token_id, self.accelerator.device)
-        return self._score_all(batch).tolist()
-
-    def _score_ahead(self, micro_batches, compute_entropy):
-        # The loss runs its forward passes in the same order: from the same random state, dropout is the same.
-        with forked_random_state(self.accelerator.device, self.model):
-            return [self._score(inputs, compute_entropy) for inputs in micro_batches]
-
-    def _draw_first_pass(self, batch, versions, num_padding):
-        if self.args.replay_zero_advantage:
-            of_ranks = self._has_zero_advantage.view(self.accelerator.num_processes, -1)
-            mask_zero_advantages(batch, of_ranks[self.accelerator.process_index])
-            if self.args.sums_rewards_first and self.scale_rewards != "batch":  # rounding hides some groups from TRL
-                self._metrics["train"]["frac_reward_zero_std"][-1] = self._has_zero_advantage.float().mean().item()
-        is_within = self._step % self.args.micro_batches_per_generation != 0
-        drawn = self._replay.draw_first_pass(batch, versions, self.state.global_step, num_padding, is_within)
-        return self._take_batch(drawn)
-
-    def _take_batch(self, batch_and_whether_fresh):
-        batch, is_fresh = batch_and_whether_fresh
-        self._log_values(self._replay.metrics)
-        has_ratios_of_1 = is_fresh and not self.args.use_sampler_logps
-        self._generation.sampled_by = self.state.global_step if has_ratios_of_1 else None
-        return batch
-
     # An update
+
+    @property
+    def is_within_update(self) -> bool:
+        return self.bounds_controller.is_open
 
     def _compute_loss(self, model, inputs, *args, **kwargs):
         is_training = self.model.training
-        if is_training and not self._bounds.is_open:
-            are_fresh = self._generation.sampled_by == self.state.global_step
+        if is_training and not self.is_within_update:
+            are_fresh = self.sampled_by == self.state.global_step
             count, buffer = self.current_gradient_accumulation_steps, self._buffered_inputs
             self._clip_with(self._updates.begin(buffer, self._step, count, are_fresh))
             self._micro_batches.begin_update(self._step, count)
@@ -535,8 +398,8 @@ class BAPOTrainer(AtomicCheckpoints):
         finally:
             self._loss_inputs, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
-            self._clock.count(trained=self._micro_batches.num_tokens)
-            self._log_values(self._micro_batches.close(self._metrics["train"], self._bounds.close()))
+            self.phase_clock.count(trained=self._micro_batches.num_tokens)
+            self._log_values(self._micro_batches.close(self._metrics["train"], self.bounds_controller.close()))
             if self.beta and self.state.global_step == 0 and self.accelerator.is_main_process:
                 checks.warn_if_reference_differs(self)
         return loss
@@ -547,7 +410,7 @@ class BAPOTrainer(AtomicCheckpoints):
             num_tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[2]
             return pad_logps(known, num_tokens).to(self.accelerator.device), None, None
         score, inputs = super()._get_per_token_logps_and_entropies, self._loss_inputs
-        with nullcontext() if inputs is not None else self._clock.phase("scoring"):
+        with nullcontext() if inputs is not None else self.phase_clock.phase("scoring"):
             if self.model.training and self._micro_batches.divides(kwargs):
                 return self._micro_batches.score(partial(score, model), *args, **kwargs)
             output = score(model, *args, **kwargs)
@@ -578,37 +441,24 @@ class BAPOTrainer(AtomicCheckpoints):
     def evaluation_loop(self, dataloader, *args, **kwargs):
         data = dataloader.dataset
         self._eval_rows_left = len(data) * self.num_generations_eval if has_length(data) else sys.maxsize
-        with self._clock.pause():
+        for part in self.parts:
+            part.before_evaluation()
+        with self.phase_clock.pause():
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # Checkpoints
 
     def _save_checkpoint(self, *args, **kwargs):
-        with self._clock.pause():
+        with self.phase_clock.pause():
             super()._save_checkpoint(*args, **kwargs)
 
     def _is_dispensable(self, file):
-        is_of_buffer = BUFFER_FILES.num_ranks_of(file) is not None
-        is_requested = REQUEST_FILES.num_ranks_of(file) is not None
-        return file == CURVES_FILE or is_requested or (self.args.replay_discard_saved and is_of_buffer)
+        return any(part.dispensable(file) for part in self.parts)
 
     def _save_optimizer_and_scheduler(self, output_dir, *args, **kwargs):
         super()._save_optimizer_and_scheduler(output_dir, *args, **kwargs)
-        self._log_window.save(output_dir)
-        if self.args.sync_ref_model:
-            save_ref_model(self, output_dir)
-        if self._rounds is not None:
-            update = self.state.global_step
-            is_boundary = self._generation.is_trained(update, self._step, self.args)
-            self._rounds.save(output_dir, is_boundary, update)
-        if self._overlap is not None:
-            rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
-            self._overlap.save(output_dir, rank, num_ranks, lambda: SIGNAL_WAIT_S if is_stopped(self) else None)
-        if self._replay is not None:
-            self._replay.save(output_dir)
-        if self.args.should_save:
-            self._data_place.save(output_dir)
-            save_curves(self._bounds, output_dir)
+        for part in self.parts:
+            part.save(output_dir, self.now())
 
     def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
         with fixes.keeping_frozen(self.model), fixes.keeping_types(self.model):
@@ -621,23 +471,8 @@ class BAPOTrainer(AtomicCheckpoints):
             super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is None:
             return
-        if self.ref_model is not None:
-            load_ref_model(self, checkpoint)
         with raising_on_all_ranks():  # each rank reads its own files
-            self._log_window.load(checkpoint)
-            if self._rounds is not None:
-                self._rounds.load(checkpoint, reports_logps=self.use_vllm)
-            else:
-                check_no_pool(checkpoint)
-            if self._overlap is not None:
-                self._overlap.load(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
-            if self._replay is not None and not self.args.replay_discard_saved:
-                self._replay.load(checkpoint)
-        if self._overlap is not None:
-            self._overlap.keep_if_all_have_them()
-        load_curves(self._bounds, checkpoint)
-
-    def create_model_card(self, model_name=None, dataset_name=None, *args, **kwargs):  # type: ignore[override]
-        super().create_model_card(model_name, dataset_name, *args, **kwargs)
-        if self.is_world_process_zero():
-            rewrite_card(self, model_name, dataset_name)
+            for part in self.parts:
+                part.load(checkpoint)
+        for part in self.parts:
+            part.load_together(checkpoint)

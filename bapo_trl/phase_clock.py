@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -45,6 +46,16 @@ class PhaseClock(TrainerCallback):
         finally:
             self._switch(outer)
 
+    def time_calls(self, owner: Any, name: str, phase: str) -> None:
+        """Count the calls of a method of an object as a phase."""
+        call = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(phase):
+                return call(*args, **kwargs)
+
+        vars(owner)[name] = timed
+
     def pause(self):
         """Count no time inside this context, whatever phases it has."""
         return self.phase(_UNCOUNTED)
@@ -65,6 +76,8 @@ class PhaseClock(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._phase, self._since = "other", perf_counter()
+        self._seconds, self._since_rates = dict.fromkeys(PHASES, 0.0), 0.0
+        self._tokens = dict.fromkeys(self._tokens, 0)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._switch("training")

@@ -191,6 +191,17 @@ class MicroBatches:
             self.layout, self._reason = "trimmed", reason
 
 
+def make_micro_batches(trainer: Any) -> MicroBatches:
+    """Return the micro-batches of a run."""
+    parts = {
+        "kl": trainer.beta != 0,
+        "entropy": trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1,
+        "router": trainer.aux_loss_enabled,
+    }
+    of_loss = [name for name, is_there in parts.items() if is_there]
+    return MicroBatches(trainer.args, trainer.accelerator, of_loss, trainer.accelerator.print)
+
+
 def why_in_place(batch: Mapping[str, Any]) -> str | None:
     """Return why the samples of TRL's batch can't change places, or `None`: it has more than text."""
     if any(batch.get(key) is not None for key in FORWARD_KEYS):

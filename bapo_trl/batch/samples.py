@@ -167,16 +167,14 @@ def concat_rows(parts: Sequence[tuple[Rows, Sequence[int] | np.ndarray]]) -> Row
     return Rows(joined, lengths)
 
 
-def batch_to_rows(
-    batch: Mapping[str, torch.Tensor], pad_token_id: int, versions: Mapping[str, torch.Tensor] | None = None
-) -> Rows:
+def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
     """
     Split TRL's batch into samples that share no memory with it. Masked tokens at the end are kept unless padding.
 
-    `versions` are the batch's policy versions, already on the CPU. Values of the whole batch are left out.
+    Values of the whole batch are left out.
     """
     kept = {}
-    for key, tensor in {**batch, **(versions or {})}.items():
+    for key, tensor in batch.items():
         if key == _OF_THE_WHOLE_BATCH:
             continue
         if key not in _FIELDS:
@@ -253,35 +251,34 @@ def rows_from_tensors(tensors: Mapping[str, Any]) -> list[Rows]:
 
 
 def attach_version(batch: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """Add the policy version that sampled TRL's batch, `(B,)`, and return a copy on the CPU."""
+    """Return TRL's batch with the policy version that sampled it, `(B,)`."""
     ids = batch["completion_ids"]
-    batch["policy_version"] = torch.full((len(ids),), version, device=ids.device)
-    return {"policy_version": torch.full((len(ids),), version)}
+    return {**batch, "policy_version": torch.full((len(ids),), version, device=ids.device)}
 
 
 def attach_rollouts(
     batch: dict[str, Any], logps: Sequence[Sequence[float | None]], versions: Sequence[Sequence[int]], num_rows: int
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+) -> dict[str, Any]:
     """
-    Add the log-probabilities and policy versions of its tokens to TRL's batch, and fill it up to `num_rows` samples.
+    Return TRL's batch with the log-probabilities and policy versions of its tokens, filled up to `num_rows` samples.
 
-    Fillers are fully masked copies. Returns the batch, which has the oldest policy version of each sample and the
-    version of each token, and copies of both on the CPU.
+    It has the oldest policy version of each sample and the version of each token. Fillers are fully masked copies.
     """
     device, num_tokens = batch["completion_ids"].device, batch["completion_ids"].size(1)
-    batch["old_per_token_logps"] = pad_logps(logps, num_tokens).to(device)
-    on_cpu = {
-        "policy_version": torch.tensor([row[0] for row in versions]),
-        "token_versions": torch.tensor([[*row, *row[-1:] * (num_tokens - len(row))] for row in versions]),
+    of_tokens = [[*row, *row[-1:] * (num_tokens - len(row))] for row in versions]
+    batch = {
+        **batch,
+        "old_per_token_logps": pad_logps(logps, num_tokens).to(device),
+        "policy_version": torch.tensor([row[0] for row in versions], device=device),
+        "token_versions": torch.tensor(of_tokens, device=device),
     }
-    batch |= {key: value.to(device) for key, value in on_cpu.items()}
     rows = torch.arange(num_rows) % len(versions)
     filled = {
         key: value[rows.to(value.device)] if isinstance(value, torch.Tensor) and value.dim() else value
         for key, value in batch.items()
     }
     filled["completion_mask"][len(versions) :] = 0
-    return filled, {key: value[rows] for key, value in on_cpu.items()}
+    return filled
 
 
 def versions_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,9 +1,7 @@
 """Feeds TRL's micro-batches to the clip-bound controller, one optimizer update after the other."""
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -13,22 +11,10 @@ from accelerate import Accelerator
 from ..clip_bounds import ClipBounds, Contributions
 from ..clip_bounds.controller import ClipBoundController
 from ..clip_bounds.grid import SINGLE_POINT
+from ..upstream.forward_passes import has_random_forward
 from .policy_loss import PolicyLoss
 from .samples import versions_of
-
-
-@dataclass
-class Generation:
-    """When the samples in a trainer's buffer were generated, and by which policy."""
-
-    update: int = 0
-    micro_batch: int = 0
-    sampled_by: int | None = None  # policy version that sampled all of them, on all ranks; `None` if several did
-
-    def is_trained(self, update: int, micro_batch: int, settings: Any) -> bool:
-        """Return whether all updates on the samples are done. A save may come before the last optimizer step."""
-        updates = math.ceil((micro_batch - self.micro_batch) / settings.gradient_accumulation_steps)
-        return micro_batch % settings.micro_batches_per_generation == 0 and update - self.update >= updates
+from .scoring import score_ahead
 
 
 class BatchUpdates:
@@ -111,3 +97,15 @@ class BatchUpdates:
             advantages = tokens.balanced_advantages(bounds.negative_weight)
         inputs["advantages"] = advantages * factor
         return bounds
+
+
+def make_updates(trainer: Any) -> BatchUpdates:
+    """Return the updates of a run."""
+    policy_loss = PolicyLoss(
+        trainer.args,
+        score_ahead=partial(score_ahead, trainer),
+        off_policy_mask=trainer.get_off_policy_mask,
+        entropy_mask=trainer.get_high_entropy_mask,
+        is_random=has_random_forward(trainer.model, trainer.neftune_noise_alpha),
+    )
+    return BatchUpdates(trainer.args, trainer.accelerator, policy_loss, lambda: trainer.state.global_step + 1)

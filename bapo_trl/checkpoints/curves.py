@@ -6,6 +6,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from ..clip_bounds.controller import ClipBoundController
+from ..parts import Part
 from .rank_errors import on_main_process
 from .rank_files import RankFiles
 
@@ -37,3 +38,20 @@ def load_curves(bounds: ClipBoundController, folder: str | Path) -> None:
             f"The checkpoint {folder} has no carried-over curves for these candidate bounds (`search_scope` "
             "'carried_over'): unless the first update trains on fresh samples, its estimate assumes ratios of 1."
         )
+
+
+class CarriedCurves(Part):
+    """The curves that a trainer's controller carries over from one update to the next."""
+
+    def reset(self, run):
+        self._run = run
+
+    def save(self, folder, clock):
+        if self._run.args.should_save:
+            save_curves(self._run.bounds_controller, folder)
+
+    def load_together(self, folder):
+        load_curves(self._run.bounds_controller, folder)
+
+    def dispensable(self, file):
+        return file == CURVES_FILE

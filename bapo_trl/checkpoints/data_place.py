@@ -12,6 +12,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from xxhash import xxh3_128
 
 from ..errors import InputError
+from ..parts import Part
 from .rank_errors import on_main_process
 from .rank_files import RankFiles
 
@@ -29,7 +30,7 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
     return {"rows": len(dataset), "columns": dataset.column_names, "hash": hashed}
 
 
-class DataPlace(TrainerCallback):
+class DataPlace(Part, TrainerCallback):
     """
     The passes over the data that a run has finished, and the micro-batches that it has made in the current pass.
 
@@ -39,13 +40,13 @@ class DataPlace(TrainerCallback):
     not finished at a checkpoint begins again, unless the resumed run has the same micro-batches.
     """
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def reset(self, run):
+        self._trainer = run
         self.passes, self.skipped = 0, 0
         self._passes_begun, self._begin = 0, 0  # the latter is TRL's count of micro-batches at the current pass' start
         self._fingerprint: dict[str, Any] | None = None
-        trainer.pop_callback(DataPlace)  # of an earlier run
-        trainer.add_callback(self)
+        run.pop_callback(DataPlace)  # of an earlier run
+        run.add_callback(self)
 
     def _units(self) -> dict[str, int]:
         """Return what a place is counted in, of all ranks."""
@@ -67,13 +68,13 @@ class DataPlace(TrainerCallback):
     def on_epoch_end(self, args, state, control, **kwargs):
         self._passes_begun, self._begin = self._passes_begun + 1, self._trainer._step
 
-    def save(self, folder: str | Path) -> None:
-        """Write the place into a checkpoint folder. One rank makes this call, maybe before an optimizer step."""
-        trainer = self._trainer
-        is_made = trainer.state.global_step > trainer._version_before  # else the update is repeated
-        done = (trainer._step if is_made else trainer._update_start) - self._begin
-        place = {"passes": self._passes_begun, "done": done}
-        FILES.write(folder, 0, 1, {**place, "units": self._units(), "data": self._data()})
+    def save(self, folder, clock):
+        began = self._trainer.update_began
+        is_made = clock.version > began.version  # else a save before the optimizer step, and the update is repeated
+        done = (clock if is_made else began).micro_batch - self._begin
+        if self._trainer.args.should_save:
+            place = {"passes": self._passes_begun, "done": done}
+            FILES.write(folder, 0, 1, {**place, "units": self._units(), "data": self._data()})
 
     def resume(self, values: tuple[int, ...], checkpoint: str) -> tuple[int, ...]:
         """

@@ -11,6 +11,7 @@ from accelerate.utils import broadcast
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..parts import Part
 from .rank_errors import on_main_process
 from .rank_files import RankFiles
 
@@ -19,6 +20,21 @@ FOLDER = "ref_model"
 """Subfolder of a checkpoint: in the checkpoint folder itself, vLLM would load the file as part of the model."""
 
 FILES = RankFiles("ref model", "1", "resume from another checkpoint")
+
+
+class ReferenceModel(Part):
+    """The reference model of a trainer, which `sync_ref_model` changes."""
+
+    def reset(self, run):
+        self._run = run
+
+    def save(self, folder, clock):
+        if self._run.args.sync_ref_model:
+            save_ref_model(self._run, folder)
+
+    def load_together(self, folder):
+        if self._run.ref_model is not None:
+            load_ref_model(self._run, folder)
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ class ClipBoundController:
         self._log = UpdateLog(unlogged_metrics(settings))
         nothing = torch.zeros((), device=device)
         self.current = self._search(self._carried * Contributions(nothing, nothing))
-        self._searches_ahead = self._forecasts = False  # in the current update
+        self._plan = "on arrival"  # how the current update gets its bounds; the others are "known" and "forecast"
         self._totals: Contributions | None = None  # total absolute advantages of the current update, of all ranks
 
     @property
@@ -79,17 +79,18 @@ class ClipBoundController:
         more micro-batches than both arguments cover (not `is_whole`), call `add_totals` for the others.
         """
         self._totals = total_absolute_advantages
-        self._forecasts = total_absolute_advantages is not None and read_ahead is None
-        if self._forecasts:  # logged at the end of the update, with the shares of its own tokens
-            self.current = self._search(self._carried * total_absolute_advantages)
         ahead = [] if read_ahead is None else read_ahead()
-        self._searches_ahead = bool(ahead) and is_whole
         for tokens in ahead:
             self._add(tokens)
-        if self._searches_ahead:
+        if ahead and is_whole:
+            self._plan = "known"
             self._use(self._search(self._take_curves()))
         elif ahead:  # a part of the update stands for all of it
-            self.current, self._forecasts = self._search(self._sum_curves()), True
+            self._plan, self.current = "forecast", self._search(self._sum_curves())
+        elif total_absolute_advantages is not None and read_ahead is None:
+            self._plan, self.current = "forecast", self._search(self._carried * total_absolute_advantages)
+        else:
+            self._plan = "on arrival"
         return self.current
 
     def add_totals(self, total_absolute_advantages: Contributions) -> None:
@@ -104,11 +105,11 @@ class ClipBoundController:
         `staleness` is given per sample, `(B,)`, or per token, `(B, T)`, in policy versions; `None` if it is unknown.
         `is_last` marks the last micro-batch of the update.
         """
-        if not self._searches_ahead:
+        if self._plan != "known":
             self._add(tokens)
             if is_last or self._settings.search_scope == "micro_batch":
-                curves = self._take_curves()
-                self._use(share_under(self.current, curves, self._grid) if self._forecasts else self._search(curves))
+                curves, forecasts = self._take_curves(), self._plan == "forecast"  # it logs the shares that came true
+                self._use(share_under(self.current, curves, self._grid) if forecasts else self._search(curves))
         self._log.add(measure_tokens(tokens, staleness, self.current, self._settings.delta))
         return self.current
 

@@ -152,8 +152,6 @@ class EvaluatedTrainer(SamplesCompletions, BAPOTrainer):
 class EvaluatedGRPOTrainer(SamplesCompletions, AtomicCheckpoints):
     """TRL's [`~trl.GRPOTrainer`] with what an evaluation needs, and atomic checkpoints."""
 
-    dataset_title: str | None = None  # TRL's model card names no data
-
     def _calculate_rewards(self, *args, **kwargs):
         rewards_per_func = super()._calculate_rewards(*args, **kwargs)
         if not self.model.training:

@@ -16,8 +16,8 @@ from ..clip_bounds.controller import ClipBoundController
 from ..clip_bounds.grid import SINGLE_POINT
 from ..clip_bounds.tokens import PolicyTokens, policy_tokens
 from ..errors import InputError
+from ..paper import PAPER
 from ..phase_clock import PhaseClock
-from ..upstream.model_card import PAPER
 from ..vllm_server.merged_adapters import AUTOCAST, Types, merging_copies, needs_copies
 from .async_bapo_config import AsyncBAPOConfig
 from .async_grpo_compat import AsyncGRPOTrainer, check_async_trl

@@ -2,18 +2,15 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from ..batch.samples import pad_completions
+from ..batch.scoring import pad_tokens, score_generation
 from ..errors import InputError
 from ..upstream.forward_passes import has_random_forward, in_eval_mode
 from ..upstream.trl_compat import get_config_model_id
@@ -146,35 +143,33 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
         )
 
 
-def padding_counts(
-    score: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    accelerator: Accelerator,
-) -> bool:
-    """Return whether padding before a prompt changes log-probabilities (from `score`). All ranks make this call."""
+def padding_counts(trainer: Any) -> bool:
+    """
+    Return whether padding before a prompt changes log-probabilities. All ranks make this call.
+
+    Warns of it if samples are trained with other padding than they were scored with.
+    """
+    model, tokenizer = trainer.model, trainer._tokenizer
     tokens = tokenizer(PROBE)["input_ids"][:17]  # fits a small window
     if len(tokens) < 9:  # a vocabulary without digits
         tokens = [token % len(tokenizer) for token in range(17)]
-    row = pad_completions([tokens[:1]], [tokens[1:]], tokenizer.pad_token_id, accelerator.device)
+    row = pad_tokens(trainer, [tokens[:1]], [tokens[1:]])
     padding = torch.full_like(row["completion_ids"][:, :8], tokenizer.pad_token_id)
     padded = row | {
         "prompt_ids": torch.cat([padding, row["prompt_ids"]], dim=1),
         "prompt_mask": torch.cat([torch.zeros_like(padding), row["prompt_mask"]], dim=1),
     }
     with in_eval_mode(model):  # without dropout
-        alone, beside = score(row), score(padded)
-    is_float32 = model.dtype == torch.float32 and accelerator.mixed_precision == "no"
+        alone, beside = score_generation(trainer, row), score_generation(trainer, padded)
+    is_float32 = model.dtype == torch.float32 and trainer.accelerator.mixed_precision == "no"
     rounding = 0.01 if is_float32 else 0.1  # nats per token; half precision rounds logits to about 0.1
-    return bool((alone - beside).abs().mean() > rounding)
-
-
-def warn_of_padding(model: PreTrainedModel, args: Any) -> None:
-    """Warn of a model whose log-probabilities depend on padding, if samples are trained with other padding."""
-    if args.uses_replay or args.uses_partial_rollouts:
+    counts = bool((alone - beside).abs().mean() > rounding)
+    args = trainer.args
+    if counts and trainer.accelerator.is_main_process and (args.uses_replay or args.uses_partial_rollouts):
         warnings.warn(
             f"The model ({model.config.model_type}) does not take positions from the attention mask: the "
             "log-probabilities of a sample depend on the padding before it. Samples from a replay buffer or from "
             "partial rollouts are trained with different padding than they were scored with, so their importance "
             "ratios are wrong. Use a model with relative positions, or prompts of equal length."
         )
+    return counts

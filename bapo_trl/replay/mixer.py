@@ -1,17 +1,18 @@
 """Combines fresh samples from TRL's batch with samples from the replay buffer into a batch to train on."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from ..batch.filler_rows import mark_fillers
 from ..batch.policy_loss import policy_mask
-from ..batch.samples import Rows, batch_to_rows, rows_to_batch, set_num_items
+from ..batch.reward_sums import zero_advantage_rows
+from ..batch.samples import Rows, batch_to_rows, mask_zero_advantages, rows_to_batch, set_num_items
 from ..clip_bounds.reduce import DistributedSums
 from ..errors import InputError
+from ..parts import Part
 from .buffer import FILES, ReplayBatch, ReplayBuffer, deal_out
 
 
@@ -22,69 +23,90 @@ REPLAY_METRICS = (
 """Metrics of each draw, defined in docs/metrics.md."""
 
 
-class ReplayMixer:
+class ReplayMixer(Part):
     """
-    Mix fresh samples with samples from this rank's replay buffer. `settings` is a [`~bapo_config.BAPOConfig`].
+    Mix fresh samples with samples from this rank's replay buffer.
 
-    Each draw makes one gather, whatever the buffers contain, so that the ranks stay in step. `metrics` has the values
-    of [`REPLAY_METRICS`] for the latest draw, `latest` the samples of the latest generation step.
+    Each draw makes one gather, whatever the buffers contain, so that the ranks stay in step. `log` takes the values of
+    [`REPLAY_METRICS`] of each draw; `latest` has the samples of the latest generation step.
     """
 
-    def __init__(self, settings: Any, pad_token_id: int, accelerator: Accelerator):
+    def __init__(self, log: Callable[[Mapping[str, float]], None]):
+        self._log = log
+
+    def reset(self, run):
+        if run._is_vlm:
+            raise InputError(
+                "A replay buffer keeps text only, but the model is multimodal: set `replay_fraction` to 0 and "
+                "`replay_zero_advantage` to False."
+            )
+        self._run, self._settings, self._accelerator = run, run.args, run.accelerator
+        self._pad_token_id = run._tokenizer.pad_token_id
         self.buffer = ReplayBuffer(
-            settings.replay_capacity,
-            max_staleness=settings.replay_max_staleness,
-            min_staleness=settings.replay_min_staleness,
-            max_reuse=settings.replay_max_reuse,
+            run.args.replay_capacity,
+            max_staleness=run.args.replay_max_staleness,
+            min_staleness=run.args.replay_min_staleness,
+            max_reuse=run.args.replay_max_reuse,
         )
-        self.metrics: dict[str, float] = {}
         self.latest: Rows | None = None
-        self._settings, self._pad_token_id, self._accelerator = settings, pad_token_id, accelerator
         self._was_loaded = False
+        self._has_zero_advantage: torch.Tensor | None = None  # of the generation's samples on all ranks
 
-    def draw_first_pass(
-        self,
-        batch: Mapping[str, torch.Tensor],
-        versions: Mapping[str, torch.Tensor],
-        policy_version: int,
-        num_padding: int = 0,
-        is_within: bool = False,
-    ) -> tuple[dict[str, torch.Tensor], bool]:
-        """
-        Add the samples of a generation step; return the batch to train on, and whether it is fresh on all ranks.
+    def take_rewards(self, rewards_per_func):
+        if self._settings.replay_zero_advantage:
+            weights, count = self._run.reward_weights.to(rewards_per_func.device), self._run.num_generations
+            sums_first = self._settings.sums_rewards_first
+            self._has_zero_advantage = zero_advantage_rows(rewards_per_func, weights, count, sums_first)
 
-        `versions` are the policy versions of TRL's batch, on the CPU. `num_padding` of its samples are fillers. With
-        `is_within`, the batch regenerates a step that began before a resume: the saved buffer contains its samples.
+    def mix(self, batch, clock):
         """
-        self.latest = batch_to_rows(batch, self._pad_token_id, versions)
-        buffer = ReplayBuffer(len(self.latest)) if self._was_loaded and is_within else self.buffer
+        Add the samples of a generation step to the buffer; return a batch to train on. In a later pass, only draw.
+
+        A generation step that began before a resume is generated again: the saved buffer contains its samples.
+        """
+        settings, version = self._settings, clock.version
+        last_version = version + settings.updates_per_pass - 1
+        if batch is None:
+            return self._finish(self.buffer.draw_later_pass(self.latest, version, last_version), version)
+        batch = dict(batch)
+        num_fillers = int(batch.pop("is_filler", torch.zeros(())).sum())
+        if self._has_zero_advantage is not None:
+            self._mask_zero_advantages(batch)
+        self.latest = batch_to_rows(batch, self._pad_token_id)
+        buffer = ReplayBuffer(len(self.latest)) if self._was_loaded and clock.place else self.buffer
         drawn = buffer.draw_first_pass(
             self.latest,
-            self._settings.replay_fraction,
-            self._settings.replay_zero_advantage,
-            policy_version,
-            policy_version + self._settings.updates_per_pass - 1,
-            num_padding,
+            settings.replay_fraction,
+            settings.replay_zero_advantage,
+            version,
+            last_version,
+            num_fillers,
         )
-        return self._finish(drawn, policy_version)
+        return self._finish(drawn, version)
 
-    def draw_later_pass(self, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
-        """Return the batch of a later pass over the generation step, and whether it is fresh on all ranks."""
-        last_version = policy_version + self._settings.updates_per_pass - 1
-        return self._finish(self.buffer.draw_later_pass(self.latest, policy_version, last_version), policy_version)
+    def _mask_zero_advantages(self, batch: dict[str, torch.Tensor]) -> None:
+        has_zero: Any = self._has_zero_advantage
+        of_ranks = has_zero.view(self._accelerator.num_processes, -1)
+        mask_zero_advantages(batch, of_ranks[self._accelerator.process_index])
+        if self._settings.sums_rewards_first and self._run.scale_rewards != "batch":  # rounding hides some from TRL
+            self._run._metrics["train"]["frac_reward_zero_std"][-1] = has_zero.float().mean().item()
 
-    def save(self, folder: str) -> None:
-        """Write the buffer into a checkpoint folder."""
+    def save(self, folder, clock):
         FILES.write(folder, self._accelerator.process_index, self._accelerator.num_processes, self.buffer.state_dict())
 
-    def load(self, folder: str) -> None:
+    def load(self, folder):
         """Restore the buffer from a checkpoint folder. Without one there, it starts empty, with a warning."""
+        if self._settings.replay_discard_saved:
+            return
         rank, num_ranks = self._accelerator.process_index, self._accelerator.num_processes
         self._was_loaded = FILES.load(folder, rank, num_ranks, self.buffer.load_state_dict, deal_out)
         if not self._was_loaded:
             warnings.warn(f"The checkpoint {folder} has no replay buffer: starting with an empty one.")
 
-    def _finish(self, drawn: ReplayBatch, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
+    def dispensable(self, file):
+        return self._settings.replay_discard_saved and FILES.num_ranks_of(file) is not None
+
+    def _finish(self, drawn: ReplayBatch, policy_version: int) -> dict[str, torch.Tensor]:
         device = self._accelerator.device
         batch = rows_to_batch(drawn.rows, self._pad_token_id, device, self._settings.pad_to_multiple_of)
         sums = DistributedSums(
@@ -107,15 +129,6 @@ class ReplayMixer:
         total = sums.numbers()
         total["fraction"] = total["from_buffer"] / total["rows"]
         total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])
-        self.metrics = {name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS}
-        return mark_fillers(batch, drawn.masked) if total["masked"] else batch, total["stale"] == 0
-
-
-def make_mixer(trainer: Any) -> ReplayMixer:
-    """Return the mixer of a run, with an empty buffer."""
-    if trainer._is_vlm:
-        raise InputError(
-            "A replay buffer keeps text only, but the model is multimodal: set `replay_fraction` to 0 and "
-            "`replay_zero_advantage` to False."
-        )
-    return ReplayMixer(trainer.args, trainer._tokenizer.pad_token_id, trainer.accelerator)
+        self._log({name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS})
+        self.is_fresh = total["stale"] == 0
+        return mark_fillers(batch, drawn.masked) if total["masked"] else batch

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import torch
-
 from ..batch.samples import attach_rollouts
 from ..errors import InputError
 from .pool import Group
@@ -29,6 +27,7 @@ class InjectedRollouts:
     behavior_logps: list[list[float | None]]  # of each token, under the policy that sampled it; `None`: not known
     versions: list[list[int]]  # policy version that sampled each token
     sampler_logps: list[list[float | None]] | None  # of each token; `None` if the sampler reports none
+    is_ahead: bool = False  # whether they were requested one generation step ago, from an earlier policy
 
     @classmethod
     def of_groups(cls, groups: Iterable[Group]) -> "InjectedRollouts":
@@ -47,7 +46,7 @@ class InjectedRollouts:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def attach_to(self, batch: dict[str, Any], num_rows: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def attach_to(self, batch: dict[str, Any], num_rows: int) -> dict[str, Any]:
         """Return TRL's batch with log-probabilities and versions of its tokens; see `attach_rollouts`."""
         return attach_rollouts(batch, self.behavior_logps, self.versions, num_rows)
 

@@ -11,9 +11,12 @@ from accelerate.utils import gather_object
 
 from ..checkpoints.rank_errors import on_main_process
 from ..checkpoints.rank_files import RankFiles
+from ..checkpoints.stop_signals import is_stopped
 from ..errors import InputError
+from ..parts import Part
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 from .injected import InjectedRollouts, check_token_ids_suffice
+from .read_ahead import ReadAhead
 
 
 FILES = RankFiles(
@@ -138,6 +141,7 @@ class OverlappedGeneration:
             behavior_logps=logps,
             versions=[[requested.version] * len(row) for row in token_ids],
             sampler_logps=logps,
+            is_ahead=requested.version < version,
         )
 
     # Checkpoints
@@ -180,24 +184,66 @@ def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dic
     return {"version": states[0]["version"]} | {name: values[part] for name, values in rows.items()}
 
 
-def make_overlap(trainer: Any) -> OverlappedGeneration:
-    """Return the overlapped generation of a run. All ranks make this call together, once the server is up."""
-    check_token_ids_suffice(trainer, "overlapped generation", "`overlap_generation` to False")
-    if not HAS_OPENAI_CLIENT:
-        raise InputError("`overlap_generation` needs trl 1.16 or newer: pip install 'trl>=1.16'.")
-    vllm = trainer.vllm_generation
+class Overlap(Part):
+    """
+    Overlapped generation as a part of the trainer. The server must be up when a run begins.
 
-    def ask(prompt_ids: Prompts) -> Completions:
-        _, token_ids, logps, _ = vllm.generate(
-            prompts=prompt_ids, images=None, num_generations=trainer.num_generations
+    `refresh` sends the weights, and checks with the given rollouts that the server has loaded them.
+    """
+
+    def __init__(self, refresh: Callable[[InjectedRollouts], None]):
+        self._refresh = refresh
+
+    def reset(self, run):
+        check_token_ids_suffice(run, "overlapped generation", "`overlap_generation` to False")
+        if not HAS_OPENAI_CLIENT:
+            raise InputError("`overlap_generation` needs trl 1.16 or newer: pip install 'trl>=1.16'.")
+        vllm, self._run, self._read_ahead = run.vllm_generation, run, None
+
+        def ask(prompt_ids: Prompts) -> Completions:
+            _, token_ids, logps, _ = vllm.generate(
+                prompts=prompt_ids, images=None, num_generations=run.num_generations
+            )
+            return token_ids, [[values[0] for values in row] for row in logps]
+
+        self._generation = OverlappedGeneration(
+            vllm.vllm_client if run.accelerator.is_main_process else None,
+            tokenize=lambda rows: run._tokenize_prompts([row["prompt"] for row in rows])[0],
+            ask=ask,
+            sample=lambda prompt_ids: run._generate_single_turn(prompt_ids, None, {}, run.num_generations),
+            refresh=self._refresh,
+            is_same_server=run.server_retries.has_same_server,
         )
-        return token_ids, [[values[0] for values in row] for row in logps]
 
-    return OverlappedGeneration(
-        vllm.vllm_client if trainer.accelerator.is_main_process else None,
-        tokenize=lambda rows: trainer._tokenize_prompts([row["prompt"] for row in rows])[0],
-        ask=ask,
-        sample=lambda prompt_ids: trainer._generate_single_turn(prompt_ids, None, {}, trainer.num_generations),
-        refresh=trainer._refresh_server,
-        is_same_server=trainer._server.has_same_server,
-    )
+    def batches(self, epoch, count, clock):
+        run = self._run
+        if self._read_ahead is None:
+            loader, size = run.callback_handler.train_dataloader, run.args.micro_batches_per_generation
+            epochs = run.first_epoch, run.state.num_train_epochs
+            self._read_ahead = ReadAhead(loader, size, clock.micro_batch, *epochs)
+        num_left = (run.state.max_steps - clock.version - 1) * run.args.gradient_accumulation_steps
+        taken = self._read_ahead.take(epoch, clock.micro_batch, count, num_left)
+        if self._read_ahead.has_skipped:
+            self._generation.drop()
+        return iter(taken)
+
+    def sample(self, rows, clock):
+        next_rows = self._read_ahead.at(clock.micro_batch - clock.place + self._run.args.micro_batches_per_generation)
+        with self._run.phase_clock.phase("waiting"):
+            return self._generation.take(rows, next_rows, clock.version, is_next=clock.place == 0)
+
+    def before_evaluation(self):
+        self._generation.collect()
+
+    def save(self, folder, clock):
+        rank, num_ranks = self._run.accelerator.process_index, self._run.accelerator.num_processes
+        self._generation.save(folder, rank, num_ranks, lambda: SIGNAL_WAIT_S if is_stopped(self._run) else None)
+
+    def load(self, folder):
+        self._generation.load(folder, self._run.accelerator.process_index, self._run.accelerator.num_processes)
+
+    def load_together(self, folder):
+        self._generation.keep_if_all_have_them()
+
+    def dispensable(self, file):
+        return FILES.num_ranks_of(file) is not None

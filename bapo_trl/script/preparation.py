@@ -130,7 +130,6 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
         quantization_config=quantization,
         peft_config=peft_config,
     )
-    trainer.dataset_title = data.title
     check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)

@@ -34,7 +34,7 @@ class EpochShuffleCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.sampler is not None and self.sampler.shuffle:
-            for _ in range(self.trainer._first_epoch):
+            for _ in range(self.trainer.first_epoch):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
 
 

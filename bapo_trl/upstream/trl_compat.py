@@ -87,7 +87,6 @@ OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "_save_checkpoint": ("model", "trial"),
     "_save_optimizer_and_scheduler": ("output_dir",),
     "_tokenize_prompts": ("prompts",),
-    "create_model_card": ("model_name", "dataset_name"),
     "create_optimizer": ("model",),
     "evaluation_loop": ("dataloader",),
     "get_batch_samples": ("epoch_iterator", "num_batches"),

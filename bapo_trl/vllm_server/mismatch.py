@@ -7,7 +7,7 @@ sample from the trainer's weights. Without this check, training would continue w
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +20,7 @@ from ..clip_bounds.grid import sum_dtype
 from ..clip_bounds.reduce import DistributedSums
 from ..errors import MissingPackageError
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT
+from .quantized import unquantized_engine
 
 
 MISMATCH_METRICS = (
@@ -27,6 +28,15 @@ MISMATCH_METRICS = (
     "sampling/raw_importance_sampling_ratio/max", "sampling/truncated_share", "sampling/masked_share",
 )  # fmt: skip
 """Metrics of each generation with the log-probabilities of a sampler, defined in docs/metrics.md."""
+
+
+def sampler_for(args: Any) -> AbstractContextManager:
+    """Return a context in which TRL creates the sampler of a [`~bapo_config.BAPOConfig`]: its client or engine."""
+    if not args.use_vllm:
+        return nullcontext()
+    if args.vllm_mode == "server":
+        return client_for(args.device, args.vllm_request_timeout)
+    return unquantized_engine()
 
 
 @contextmanager

@@ -11,10 +11,11 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.rollouts.partial import PartialRollouts
 from bapo_trl.tasks import character_tokenizer
 from tests.e2e.launching import vllm_server
 from tests.helpers.ranks import finish
-from tests.helpers.toy import CPU, OFF_POLICY
+from tests.helpers.toy import CPU, OFF_POLICY, part_of
 from tests.rollouts.test_rollout_rounds import PARTIAL, prompts_of_many_lengths, share_of_digits
 
 
@@ -78,7 +79,7 @@ def main(folder: str, settings: str) -> None:
     )  # fmt: skip
     with Recording.server:
         trainer.train(resume_from_checkpoint=resume)
-    parked = [group.inputs["prompt"] for group in trainer._rounds.pool]
+    parked = [group.inputs["prompt"] for group in part_of(trainer, PartialRollouts).rounds.pool]
     finish(trainer, folder, prompts=trainer.prompts, batches=trainer.batches, parked=parked)
 
 

@@ -10,6 +10,8 @@ from statistics import median
 import psutil
 from transformers import TrainerCallback
 
+from bapo_trl.replay.mixer import ReplayMixer
+from bapo_trl.rollouts.partial import PartialRollouts
 from bapo_trl.upstream.fixes import end_training
 from tests.helpers.fault_counts import CPU_LIMIT
 from tests.helpers.toy import ending_model, toy_trainer
@@ -45,10 +47,11 @@ class Measurements(TrainerCallback):
                 for module in trainer.model.modules()
             ),
         }
-        if trainer._replay is not None:
-            line["rows in the queue"] = len(trainer._replay.buffer)
-        if trainer._rounds is not None:
-            line["groups in the pool"] = sum(1 for _ in trainer._rounds.pool)
+        kinds = {type(part): part for part in trainer.parts}
+        if ReplayMixer in kinds:
+            line["rows in the queue"] = len(kinds[ReplayMixer].buffer)
+        if PartialRollouts in kinds:
+            line["groups in the pool"] = sum(1 for _ in kinds[PartialRollouts].rounds.pool)
         if self.server is not None:
             tree = [self.server, *self.server.children(recursive=True)]
             line["memory of the server"] = sum(process.memory_info().rss for process in tree)

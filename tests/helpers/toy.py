@@ -98,6 +98,11 @@ def brevity(completions, **kwargs) -> list[float]:
     return [-float(len(message["content"])) for (message,) in completions]
 
 
+def part_of(trainer, kind):
+    """Return the part of a trainer that is of a class."""
+    return next(part for part in trainer.parts if isinstance(part, kind))
+
+
 def toy_trainer(
     output_dir, model=None, trainer_class=BAPOTrainer, config_class=BAPOConfig, trainer_args=None,
     reward_funcs=digits_reward, **args,

@@ -88,7 +88,7 @@ def place(trainer: Any, stage: Rehearsal, lengths: tuple[int, int] | None = None
     if isinstance(trainer, BAPOTrainer):
         with stage.running():
             trainer._reset_run_state()
-        trainer._generation.sampled_by = None  # samples are stale: the search runs its forward passes
+        trainer.sampled_by = None  # samples are stale: the search runs its forward passes
     trainer._buffered_inputs, trainer._step = buffer, 0
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     trainer.model.train()

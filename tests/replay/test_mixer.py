@@ -17,6 +17,7 @@ from tests.helpers.toy import (
     CPU,
     OFF_POLICY,
     digits_reward,
+    part_of,
     toy_model,
     toy_run,
     toy_trainer,
@@ -44,22 +45,28 @@ def fingerprint(batch, index) -> tuple:
 
 
 class SpyReplay(ReplayMixer):
-    def draw_first_pass(self, batch, *args):
-        self.generated.append(([fingerprint(batch, i) for i in range(len(batch["advantages"]))], batch["advantages"]))
-        return super().draw_first_pass(batch, *args)
+    """Keeps what was generated and, by draw, the masks of it and of what is in the queue."""
+
+    def mix(self, batch, clock):
+        if batch is not None:
+            names = [fingerprint(batch, i) for i in range(len(batch["advantages"]))]
+            self.spy.generated.append((names, batch["advantages"]))
+        mixed = super().mix(batch, clock)
+        self.spy.queued.append([flag for rows in self.buffer.rows for flag in rows.has_trained_token()])
+        self.spy.fresh.append(self.latest.has_trained_token().tolist())
+        return mixed
 
 
 class Spy(BAPOTrainer):
     """Keeps fingerprints of what was generated and of what each update trained on."""
 
     def __init__(self, *args, **kwargs):
-        self.generated, self.trained, self.items = [], [], []
+        self.generated, self.trained, self.items, self.fresh, self.queued = [], [], [], [], []
         super().__init__(*args, **kwargs)
 
-    def _reset_run_state(self):
-        super()._reset_run_state()
-        if self._replay is not None:
-            self._replay.__class__, self._replay.generated = SpyReplay, self.generated
+        for part in self.parts:
+            if isinstance(part, ReplayMixer):
+                part.__class__, part.spy = SpyReplay, self
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
@@ -74,7 +81,7 @@ class Spy(BAPOTrainer):
 
 
 def queue_of(trainer):
-    return trainer._replay.buffer
+    return part_of(trainer, ReplayMixer).buffer
 
 
 def spied(tmp_path, **args) -> Spy:
@@ -122,22 +129,9 @@ def test_controlled_staleness(tmp_path):
 TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 60}
 
 
-class Masks(Spy):
-    """Keeps, by draw, the masks of what was generated and of what is in the queue."""
-
-    def __init__(self, *args, **kwargs):
-        self.fresh, self.queued = [], []
-        super().__init__(*args, **kwargs)
-
-    def _take_batch(self, batch_and_whether_fresh):
-        self.queued.append([flag for rows in queue_of(self).rows for flag in rows.has_trained_token()])
-        self.fresh.append(self._replay.latest.has_trained_token().tolist())
-        return super()._take_batch(batch_and_whether_fresh)
-
-
 def test_rows_that_keep_the_shape_of_a_batch_are_not_counted_as_untrained(tmp_path):
     args = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "replay_max_reuse": 4}
-    trainer = toy_run(tmp_path, trainer_class=Masks, **{**REPLAY, **args})
+    trainer = toy_run(tmp_path, trainer_class=Spy, **{**REPLAY, **args})
     logs = [log for log in training_logs(trainer) if "replay/size" in log]
     assert logs[0]["partial/masked"] > 0  # in the first generations, while the pool fills
     assert [log["replay/untrained"] for log in logs] == [0] * len(logs)
@@ -147,7 +141,7 @@ def test_rows_that_keep_the_shape_of_a_batch_are_not_counted_as_untrained(tmp_pa
 def test_a_generation_that_a_resume_makes_again_leaves_the_queue_as_it_was_saved(tmp_path, passes):
     args = {**REPLAY, "num_iterations": passes, "replay_max_reuse": 9, "steps_per_generation": 8, "max_steps": 8}
     toy_trainer(tmp_path, **{**args, "max_steps": 2}, save_strategy="steps", save_steps=2).train()
-    resumed = toy_trainer(tmp_path, trainer_class=Masks, **args)
+    resumed = toy_trainer(tmp_path, trainer_class=Spy, **args)
     ledgers = []
     load = resumed._load_optimizer_and_scheduler
 
@@ -171,7 +165,7 @@ def test_a_generation_that_a_resume_makes_again_leaves_the_queue_as_it_was_saved
 
 def test_rows_without_a_trained_token_give_their_place_and_stay_out_of_the_queue(tmp_path):
     args = {**REPLAY, **TRUNCATED, "replay_fraction": 0.0, "replay_zero_advantage": True}
-    trainer = toy_run(tmp_path, trainer_class=Masks, **args)
+    trainer = toy_run(tmp_path, trainer_class=Spy, **args)
     assert all(all(queued) for queued in trainer.queued)
     drawn = [log for log in training_logs(trainer) if "replay/size" in log]
     assert [log["replay/untrained"] for log in drawn] == [fresh.count(False) for fresh in trainer.fresh]

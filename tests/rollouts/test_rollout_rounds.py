@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.rollouts.partial import PartialRollouts
 from bapo_trl.rollouts.pool import FILES
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_states, assert_same_weights
@@ -22,7 +23,17 @@ from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.scores import assert_scored_by_its_policy, score
-from tests.helpers.toy import CPU, OFF_POLICY, ending_model, opt_model, toy_model, toy_run, toy_trainer, training_logs
+from tests.helpers.toy import (
+    CPU,
+    OFF_POLICY,
+    ending_model,
+    opt_model,
+    part_of,
+    toy_model,
+    toy_run,
+    toy_trainer,
+    training_logs,
+)
 
 
 # 24 rows a generation in 12 groups of 2, of which 11 are held over; 3 updates of 2 micro-batches of 4 rows.
@@ -112,7 +123,7 @@ def trained_rows(trainer, *kinds):
 
 
 def pool_of(trainer):
-    return trainer._rounds.pool
+    return part_of(trainer, PartialRollouts).rounds.pool
 
 
 def parked_prompts(trainer) -> list[str]:
