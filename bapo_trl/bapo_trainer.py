@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
@@ -21,11 +21,9 @@ from .batch.reward_sums import best_of_k
 from .batch.samples import attach_version, pad_logps
 from .batch.staleness import staleness_line
 from .batch.updates import make_updates
-from .checkpoints.atomic import AtomicCheckpoints
 from .checkpoints.curves import CarriedCurves
-from .checkpoints.data_place import DataPlace
-from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import ReferenceModel
+from .checkpoints.resumable import ResumableParts
 from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.generation_config import check_can_be_saved, settings_of_model
@@ -42,6 +40,7 @@ from .rollouts.partial import NoPartialRollouts, PartialRollouts
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict, uses_vllm_server
+from .upstream.vllm_weights import forget_sent_weights, has_sent_weights
 from .vllm_server.comparison import SamplerComparison
 from .vllm_server.merged_adapters import send_merged_copies
 from .vllm_server.mismatch import sampler_for
@@ -52,7 +51,7 @@ from .vllm_server.server_weights import ServerWeights
 trl_compat.check_trl()
 
 
-class BAPOTrainer(AtomicCheckpoints):
+class BAPOTrainer(ResumableParts):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 
@@ -128,7 +127,7 @@ class BAPOTrainer(AtomicCheckpoints):
         if uses_vllm_server(self):
             from .vllm_server.retries import ServerRetries  # needs requests, which only a server does
 
-            self.server_retries = ServerRetries(self, self._forget_sent_weights, self._end_without_server)
+            self.server_retries = ServerRetries(self)
         self.parts = self._make_parts()
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
@@ -139,13 +138,13 @@ class BAPOTrainer(AtomicCheckpoints):
     def _make_parts(self) -> list[Part]:
         """Return the parts of the trainer, in the order of their collectives."""
         args = self.args
-        self._data_place, weights = DataPlace(), ServerWeights()
+        weights = ServerWeights()
         rollouts = [PartialRollouts() if args.uses_partial_rollouts else NoPartialRollouts()]
         overlap = [Overlap(weights.refresh)] if args.overlap_generation else []
         # The comparison adds behaviour log-probabilities, which replay needs
         replay = [ReplayMixer(self._log_values)] if args.uses_replay else []
         others = [SamplerComparison(), weights]
-        return [ReferenceModel(), *rollouts, *overlap, *others, *replay, CarriedCurves(), self._data_place]
+        return [ReferenceModel(), *rollouts, *overlap, *others, *replay, CarriedCurves(), self.data_place]
 
     @property
     def clip_bounds(self) -> ClipBounds:
@@ -163,7 +162,7 @@ class BAPOTrainer(AtomicCheckpoints):
         self.accelerator.print(staleness_line(self.args))
         result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
-            self._forget_sent_weights()
+            forget_sent_weights(self)
         if self._step == self.state.global_step == 0:
             check_end_of_stream(self.train_dataset, self.args)
         return result
@@ -184,7 +183,7 @@ class BAPOTrainer(AtomicCheckpoints):
         self.update_began = Clock(version=-1)
         if self.server_retries is not None:  # before the rounds, which need its context window
             self.server_retries.begin_run()
-        self._forget_sent_weights()
+        forget_sent_weights(self)
         for part in self.parts:
             part.reset(self)
         self._micro_batches = make_micro_batches(self)
@@ -192,28 +191,6 @@ class BAPOTrainer(AtomicCheckpoints):
         self._updates = make_updates(self)
         self.bounds_controller = self._updates.bounds
         self._clip_with(self.bounds_controller.current)
-
-    def now(self) -> Clock:
-        """Return where the run is."""
-        place = self._step % self.args.micro_batches_per_generation
-        return Clock(self.state.global_step, self._step, place, place % self.args.steps_per_generation == 0)
-
-    @property
-    def has_sent_weights(self) -> bool:
-        return self._last_loaded_step == self.state.global_step
-
-    def send_weights(self) -> None:
-        """Send the weights to vLLM, as TRL does before a generation."""
-        self.vllm_generation.sync_weights()
-        self._last_loaded_step = self.state.global_step
-
-    def _forget_sent_weights(self) -> None:
-        self._last_loaded_step = -1  # of TRL, which then sends the weights before the next generation
-
-    def _end_without_server(self, reason: str) -> NoReturn:
-        checkpoint = self.save_for_resume()
-        kept = "No checkpoint was saved." if checkpoint is None else f"The last checkpoint is {checkpoint}."
-        raise RuntimeError(f"{reason} This was after update {self.state.global_step}. {kept}")
 
     def _log_values(self, values: Mapping[str, float], mode: str = "train") -> None:
         for name, value in values.items():
@@ -232,25 +209,6 @@ class BAPOTrainer(AtomicCheckpoints):
         sampler: Any = super()._get_train_sampler(dataset, *args, **kwargs)
         fixes.EpochShuffleCallback(self, sampler)
         return sampler
-
-    def set_initial_training_values(self, *args, **kwargs):
-        values = super().set_initial_training_values(*args, **kwargs)
-        return values if self._last_checkpoint is None else self._data_place.resume(values, self._last_checkpoint)
-
-    def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, *args, **kwargs
-    ):
-        sizes = max_steps, num_update_steps_per_epoch, num_train_epochs
-        super()._init_training_state(*sizes, resume_from_checkpoint, *args, **kwargs)
-        if resume_from_checkpoint is not None:
-            fixes.restore_callbacks(self)
-        epochs, skipped = self._data_place.passes, 0 if self.args.ignore_data_skip else self._data_place.skipped
-        if self.state.global_step >= max_steps:  # within an epoch, transformers would run one more update
-            epochs, skipped = num_train_epochs, 0
-        # TRL's sampler repeats the prompts of a generation step for each of its micro-batches. If TRL's count started
-        # at 0 here, generation steps would not align with these blocks, and the next resume would lose prompts.
-        self._step, self.first_epoch = skipped, epochs
-        return epochs, skipped
 
     def get_batch_samples(self, epoch_iterator, num_batches, *args, **kwargs):
         self.update_began = self.now()
@@ -349,7 +307,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
         if self.server_retries is None:
             return sample()
-        return self.server_retries.generate(sample, not self.has_sent_weights)
+        return self.server_retries.generate(sample, not has_sent_weights(self))
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
         with checking_rewards(self, len(prompts)):
@@ -445,34 +403,3 @@ class BAPOTrainer(AtomicCheckpoints):
             part.before_evaluation()
         with self.phase_clock.pause():
             return super().evaluation_loop(dataloader, *args, **kwargs)
-
-    # Checkpoints
-
-    def _save_checkpoint(self, *args, **kwargs):
-        with self.phase_clock.pause():
-            super()._save_checkpoint(*args, **kwargs)
-
-    def _is_dispensable(self, file):
-        return any(part.dispensable(file) for part in self.parts)
-
-    def _save_optimizer_and_scheduler(self, output_dir, *args, **kwargs):
-        super()._save_optimizer_and_scheduler(output_dir, *args, **kwargs)
-        for part in self.parts:
-            part.save(output_dir, self.now())
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
-        with fixes.keeping_frozen(self.model), fixes.keeping_types(self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-            fixes.load_trained_adapter(self, resume_from_checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
-        fixes.load_onto_numbered_cpus()
-        with fixes.rejecting_another_optimizer(self, checkpoint), fixes.warning_if_rate_differs(self):
-            super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
-        if checkpoint is None:
-            return
-        with raising_on_all_ranks():  # each rank reads its own files
-            for part in self.parts:
-                part.load(checkpoint)
-        for part in self.parts:
-            part.load_together(checkpoint)

@@ -98,7 +98,7 @@ def test_the_manifest_lists_what_the_parents_save_and_nothing_else_is_left(tmp_p
     saved(tmp_path / "plain", GRPOTrainer, max_steps=2, **args)
     saved(tmp_path / "whole", max_steps=2, **args)
     assert names(tmp_path / "whole") == names(tmp_path / "plain") == {"checkpoint-2"}
-    states = () if "save_only_model" in args else ("replay_queue", "carried_curves", "data_place", "log_window")
+    states = () if "save_only_model" in args else ("replay_queue", "carried_curves", "data_place")
     ours = {f"{name}_00000_of_00001.safetensors" for name in states}
     listed = json.loads((tmp_path / "whole" / "checkpoint-2" / MANIFEST).read_text())
     assert listed.keys() == names(tmp_path / "whole" / "checkpoint-2") - {MANIFEST}

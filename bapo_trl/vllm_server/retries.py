@@ -3,9 +3,10 @@
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from ..checkpoints.rank_errors import on_main_process
+from ..upstream.vllm_weights import forget_sent_weights
 from .client import ServerFailure, describe, retry_until
 
 
@@ -22,15 +23,14 @@ class ServerRetries:
     the weights and repeat the generation. A restarted server is recognized by its instance name: it has its initial
     weights, and no process group to receive others. Completions that it sampled with those weights are regenerated.
 
-    `forget_sent_weights` has the trainer send the weights before the next request. `end_run` takes the reason, saves a
-    checkpoint of the state before the generation, and raises an error, on all ranks.
+    Where a run must end, all ranks save a checkpoint of the state before the generation, and raise an error.
     """
 
-    def __init__(self, trainer: Any, forget_sent_weights: Callable[[], None], end_run: Callable[[str], NoReturn]):
+    def __init__(self, trainer: Any):
         accelerator = trainer.accelerator
         self._client: Any = trainer.vllm_generation.vllm_client if accelerator.is_main_process else None
         self._device, self._timeout_s = accelerator.device, trainer.args.vllm_server_timeout
-        self._forget_sent_weights, self._end_run = forget_sent_weights, end_run
+        self._trainer = trainer
         self._has_connected = False
         # Of the main process
         self._instance: str | None = None  # vLLM's name of the server process, if it has one
@@ -74,9 +74,11 @@ class ServerRetries:
         has_reconnected, end = on_main_process(self._check_and_reconnect if self._has_connected else self._connect)
         self._has_connected = True
         if end is not None:
-            self._end_run(end)
+            checkpoint = self._trainer.save_for_resume()
+            kept = "No checkpoint was saved." if checkpoint is None else f"The last checkpoint is {checkpoint}."
+            raise RuntimeError(f"{end} This was after update {self._trainer.state.global_step}. {kept}")
         if has_reconnected:
-            self._forget_sent_weights()
+            forget_sent_weights(self._trainer)
         return has_reconnected
 
     # In the main process

@@ -3,6 +3,7 @@
 from ..batch.scoring import pad_tokens
 from ..parts import Part
 from ..rollouts.injected import InjectedRollouts
+from ..upstream.vllm_weights import has_sent_weights, send_weights
 from .stale_server import StaleServerCheck, make_server_check
 
 
@@ -17,8 +18,8 @@ class ServerWeights(Part):
         """Send the weights to the server if it lacks them, and ask it, with overlapped generation."""
         run = self._run
         with run.phase_clock.phase("weights"):
-            if not run.has_sent_weights:
-                run.server_retries.generate(run.send_weights, is_first_request=True)
+            if not has_sent_weights(run):
+                run.server_retries.generate(lambda: send_weights(run), is_first_request=True)
             self._ask(pad_tokens(run, rollouts.prompt_ids, rollouts.token_ids))
 
     def check(self, batch, rollouts):

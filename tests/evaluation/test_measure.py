@@ -19,12 +19,13 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from trl.trainer import grpo_trainer
 
-from bapo_trl import bapo_trainer, cli
+from bapo_trl import cli
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
 from bapo_trl.evaluation.measure import count, evaluate
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import preparation, training
+from bapo_trl.vllm_server import mismatch
 from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.forked import run_python
@@ -493,7 +494,7 @@ def test_a_vllm_server_samples_if_it_samples_the_training(folder, monkeypatch):
         return servers[-1]
 
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", serve)
-    monkeypatch.setattr(bapo_trainer, "client_for", lambda *args: nullcontext())
+    monkeypatch.setattr(mismatch, "client_for", lambda *args: nullcontext())
     monkeypatch.setattr(preparation, "check_packages", lambda *args: None)
     run(dataset_name="train.jsonl", eval_dataset="test.jsonl", use_vllm="true", vllm_mode="server")
     (server,) = servers

@@ -18,8 +18,8 @@ import requests
 import torch
 from trl.generation import vllm_client, vllm_generation
 
-from bapo_trl import bapo_trainer
 from bapo_trl.tasks import character_tokenizer
+from bapo_trl.vllm_server import mismatch
 from bapo_trl.vllm_server.client import ServerClient
 from tests.helpers.toy import OVER_SERVER, toy_model
 
@@ -232,7 +232,7 @@ def client_of(server: ModelServer | None, on_wait: Callable[[int], None] = lambd
             yield
 
     with (
-        patch.object(bapo_trainer, "client_for", client_for),
+        patch.object(mismatch, "client_for", client_for),
         patch.object(vllm_generation, "is_vllm_available", lambda: True),
         patch.object(vllm_client, "is_vllm_available", lambda: True),
         patch.object(vllm_client, "_HAS_RESET_PREFIX_CACHE_SUCCESS", True),

@@ -11,8 +11,8 @@ import torch
 from transformers import TopPLogitsWarper
 from trl.trainer import grpo_trainer
 
-from bapo_trl import bapo_trainer
 from bapo_trl.upstream.trl_compat import HAS_OPENAI_CLIENT
+from bapo_trl.vllm_server import mismatch
 from tests.helpers.toy import toy_trainer
 
 
@@ -118,5 +118,5 @@ class FakeVLLM:
 def vllm_trainer(monkeypatch, output_dir, server=FakeVLLM, **settings):
     """Return a toy trainer over a fake server."""
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", server)
-    monkeypatch.setattr(bapo_trainer, "client_for", lambda *args: nullcontext())
+    monkeypatch.setattr(mismatch, "client_for", lambda *args: nullcontext())
     return toy_trainer(output_dir, use_vllm=True, vllm_mode="server", **settings)

@@ -122,7 +122,7 @@ FEW_OF_TWO_PASSES = [
     (0, "micro-batch 3", False),  # between two passes
 ]
 FEW_OF_REFERENCE = [
-    (0, "safetensors ref_model_00000_of_00001.safetensors", True),  # within the log window
+    (0, "safetensors ref_model_00000_of_00001.safetensors", True),
     (0, "os.rename checkpoint-4", False),
     (0, "micro-batch 3", False),
 ]
@@ -206,9 +206,7 @@ def state_of(checkpoint: Path) -> dict[str, str]:
 
 
 def checksum_of(file: Path) -> str:
-    if file.name.startswith(
-        ("replay_queue", "rollout_pool", "carried_curves", "data_place", "log_window", "ref_model")
-    ):
+    if file.name.startswith(("replay_queue", "rollout_pool", "carried_curves", "data_place", "ref_model")):
         with safe_open(file, framework="pt") as opened:
             return opened.metadata()["checksum"]  # the entries of the header come in any order
     return hashlib.sha256(file.read_bytes()).hexdigest()

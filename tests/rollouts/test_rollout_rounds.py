@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.replay.mixer import ReplayMixer
 from bapo_trl.rollouts.partial import PartialRollouts
 from bapo_trl.rollouts.pool import FILES
 from bapo_trl.tasks import character_tokenizer
@@ -86,6 +87,17 @@ class Recording(BAPOTrainer):
         if self.model.training:
             self.batches.append({k: v.clone() for k, v in output.items()})
         return output
+
+
+def with_rollouts(kind: type[PartialRollouts], trainer_class=Recording) -> type[BAPOTrainer]:
+    """A trainer class whose partial rollouts are of a class."""
+
+    class WithRollouts(trainer_class):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            part_of(self, PartialRollouts).__class__ = kind
+
+    return WithRollouts
 
 
 def trainer_of(tmp_path, trainer_class=Recording, model=None, trainer_args=None, **args):
@@ -256,7 +268,7 @@ def test_a_completion_ends_at_the_window_of_the_sampler(monkeypatch, tmp_path):
 def test_evaluation_in_between_samples_beyond_the_chunk_and_touches_neither_pool_nor_queue(tmp_path):
     class Untouched(Recording):
         def evaluation_loop(self, *args, **kwargs):
-            parts = (pool_of(self), self._replay.buffer)
+            parts = (pool_of(self), part_of(self, ReplayMixer).buffer)
             before = [part.state_dict() for part in parts]
             with torch.random.fork_rng():
                 output = super().evaluation_loop(*args, **kwargs)
@@ -397,13 +409,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, replay):
 def emitting_into(emitted: list[list[str]]) -> type[Recording]:
     """A trainer that keeps there, by generation, the prompts of the groups that it hands to training."""
 
-    class Emitting(Recording):
-        def _finish_groups(self, inputs):
-            rollouts = super()._finish_groups(inputs)
+    class Emitting(PartialRollouts):
+        def sample(self, rows, clock):
+            rollouts = super().sample(rows, clock)
             emitted.append([row["prompt"] for row in rollouts.inputs[::2]])
             return rollouts
 
-    return Emitting
+    return with_rollouts(Emitting)
 
 
 @pytest.mark.parametrize(
@@ -566,12 +578,13 @@ def test_a_save_in_the_middle_of_a_generation_is_of_the_pool_before_it(tmp_path)
             saved[-1:] = [(before, FILES.read(FILES.path(tmp_path / "within", 0, 1)), pool_of(self).state_dict())]
             return output
 
-        def _continue_completions(self, prompts, cap):
-            self._rounds.save(tmp_path / "within", is_boundary=True, policy_version=self.state.global_step)
-            return super()._continue_completions(prompts, cap)
+    class SavesInRounds(PartialRollouts):
+        def _continue(self, prompts, cap):
+            self.rounds.save(tmp_path / "within", is_boundary=True, policy_version=self._run.state.global_step)
+            return super()._continue(prompts, cap)
 
     (tmp_path / "within").mkdir()
-    train(tmp_path / "run", SavesWithin, max_steps=6)
+    train(tmp_path / "run", with_rollouts(SavesInRounds, SavesWithin), max_steps=6)
     before, within, after = saved[-1]
     assert before["groups"]  # of the generation before
     assert_same_states(within, before)
