@@ -128,7 +128,7 @@ class BAPOTrainer(ResumableParts):
             from .vllm_server.retries import ServerRetries  # needs requests, which only a server does
 
             self.server_retries = ServerRetries(self)
-        self.parts = self._make_parts()
+        self._settings, self.parts = own_settings(self.args), self._make_parts()
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
             from_model = settings_of_model(args, self.model.generation_config, self.processing_class)
@@ -174,7 +174,8 @@ class BAPOTrainer(ResumableParts):
 
     def _reset_run_state(self) -> None:
         fixes.reset_grpo_state(self)
-        self._settings = own_settings(self.args)
+        if own_settings(self.args) != self._settings:  # changed between two runs
+            self._settings, self.parts = own_settings(self.args), self._make_parts()
         trains_as_padded = self.args.micro_batch_layout == "padded" and not (
             self.args.uses_replay or self.args.uses_partial_rollouts
         )
