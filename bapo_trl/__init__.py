@@ -11,7 +11,7 @@ _HOMES = {
     "BAPOTrainer": "bapo_trainer",
     "ReportCallback": "report.callback",
     "StopSignals": "checkpoints.stop_signals",
-    "dry_run": "plan.dry_run",
+    "dry_run": "script.plan",
     "exit_stopped": "checkpoints.stop_signals",
     "speed_up_cpu": "upstream.cpu_speed",
 }

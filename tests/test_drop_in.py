@@ -12,7 +12,7 @@ from PIL import Image
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.inputs.prompt_checks import check_prompts
+from bapo_trl.script.prompts import check_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_function

@@ -9,7 +9,7 @@ from tests.helpers.commands import ROOT
 
 
 PACKAGE = ROOT / "bapo_trl"
-TOOLS = {"__main__", "cli", "script", "evaluation", "report", "compare", "plan", "tasks", "recipes"}
+TOOLS = {"__main__", "cli", "script", "evaluation", "report", "compare", "tasks", "recipes"}
 CORE = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")} - TOOLS - {"__init__", "__pycache__"}
 OF_TOOLS = TOOLS | {"ReportCallback", "dry_run"}  # and what the package exports of them
 WINGS = {"replay", "rollouts", "vllm_server"}

@@ -16,7 +16,6 @@ from bapo_trl.errors import InputError
 from tests.golden.curves import train_over_a_server
 from tests.helpers.asynchronous import save_toy
 from tests.helpers.commands import succeeded
-from tests.helpers.fake_vllm import needs_vllm_server
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.rollouts import multi_turn
@@ -129,7 +128,6 @@ def test_the_kl_term(tmp_path):
     assert training_logs(trainers[0])[-1]["kl"] > 1e-3
 
 
-@needs_vllm_server
 def test_overlapped_generation(tmp_path):
     layouts = ("padded", "balanced")
     assert_same_training(

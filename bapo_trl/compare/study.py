@@ -117,7 +117,7 @@ class Study:
         """
         from ..script.command_line import parse_arguments  # imports TRL
         from ..script.commands import Command
-        from ..script.planning import as_in_processes
+        from ..script.plan import as_in_processes
         from ..script.rewards import resolve_names
 
         environment = dict(os.environ)

@@ -14,7 +14,6 @@ from ..batch.scoring import pad_tokens, score_generation
 from ..errors import InputError
 from ..upstream.forward_passes import has_random_forward, in_eval_mode
 from ..upstream.trl_compat import get_config_model_id
-from .prompt_checks import TokenLimits
 
 
 # Likely text: in half precision, the rounding errors of unlikely tokens exceed the effect of padding
@@ -98,49 +97,6 @@ def warn_if_reference_differs(trainer: Any) -> None:
         "you merged an adapter or trained the model in memory, save it with `save_pretrained`, and load it from that "
         "folder."
     )
-
-
-def context_window(config: Any) -> int | None:
-    """
-    Return the largest number of tokens of prompt and completion, or `None` if the text model's config has no limit.
-
-    Scaled rotary embeddings extend the window that the model was trained with by `factor`.
-    """
-    window = getattr(config, "max_position_embeddings", None)
-    if window is None:
-        return None
-    rope = getattr(config, "rope_parameters", None) or {}
-    trained = rope.get("original_max_position_embeddings") or window
-    return max(window, int(trained * (rope.get("factor") or 1)))
-
-
-def has_rotary_positions(config: Any) -> bool:
-    """Return whether a text model can exceed its window, with worse results; one with learned positions fails."""
-    return getattr(config, "rope_parameters", None) is not None
-
-
-def token_limits(config: Any, max_completion_length: int | None) -> TokenLimits:
-    """Return the token limits of a model from the configuration of its text model."""
-    return TokenLimits(context_window(config), max_completion_length or 0, getattr(config, "vocab_size", None))
-
-
-def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
-    """
-    Raise an `InputError` if a tokenizer has no end token, or more tokens than the model.
-
-    Tokens that were added to the tokenizer may exceed the model's vocabulary, as prompts may not contain them.
-    """
-    if tokenizer.eos_token_id is None:
-        raise InputError(
-            "The tokenizer has no `eos_token`, so completions would never end: set `tokenizer.eos_token` to the "
-            "token that ends a completion (`eos_token` in the model's tokenizer_config.json)."
-        )
-    last = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id, tokenizer.pad_token_id or 0)
-    if vocabulary is not None and last >= vocabulary:
-        raise InputError(
-            f"The tokenizer has token ids up to {last}, but the model's `vocab_size` is {vocabulary}: use the model's "
-            "own tokenizer, or enlarge the model with `model.resize_token_embeddings(len(tokenizer))`."
-        )
 
 
 def padding_counts(trainer: Any) -> bool:

@@ -1,40 +1,11 @@
-"""Checks of the trainer's datasets and their prompts. TRL reports values that are not datasets."""
+"""Checks of the trainer's datasets and of a generation's prompts. TRL reports values that are not datasets."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
 from ..errors import InputError
-
-
-_ROWS_PER_READ = 10_000
-GIVEN_TO_REWARDS = frozenset(("prompts", "completions", "trainer_state", "log_extra", "log_metric"))
-"""Names of the arguments that TRL passes to reward functions in addition to the dataset's columns."""
-
-
-@dataclass(frozen=True)
-class TokenLimits:
-    """Limits of a model in tokens; `None` for limits that its configuration does not give."""
-
-    window: int | None  # for a prompt with its completion
-    completion: int  # `max_completion_length`
-    vocabulary: int | None
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """Largest number of tokens of a prompt; `None` for no limit."""
-        return None if self.window is None else self.window - self.completion
-
-    @property
-    def why_too_long(self) -> str:
-        """End of an error message that begins with the number of the prompt's tokens: the limit and the fix."""
-        return (
-            f"but the model's window of {self.window} (`max_position_embeddings`) leaves {self.longest_prompt} before "
-            f"a completion of `max_completion_length` {self.completion}. Prompts are not truncated: remove long ones "
-            "with `dataset.filter`, lower `max_completion_length`, or use a model with a larger window."
-        )
 
 
 def check_number_of_prompts(train_dataset, args: Any) -> None:
@@ -64,36 +35,6 @@ def check_end_of_stream(train_dataset, args: Any) -> None:
         )
 
 
-def is_prompt(value: Any) -> bool:
-    """Return whether a value is a non-empty text or list of chat messages."""
-    if isinstance(value, list):
-        return bool(value) and all(map(_is_message, value))
-    return isinstance(value, str) and value != ""
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    return isinstance(value.get("content"), str | list | dict) or bool(value.get("tool_calls"))  # tools give a dict
-
-
-def check_prompts(train_dataset, eval_dataset) -> None:
-    """
-    Raise an `InputError` if a dataset has a prompt that is empty, or neither text nor chat messages.
-
-    Streams and datasets with a transform pass, as their prompts are not known yet.
-    """
-    for name, dataset in named_datasets(train_dataset, eval_dataset):
-        found = [(row, prompt) for row, prompt in enumerate(stored_prompts(dataset)) if not is_prompt(prompt)]
-        if found:
-            row, prompt = found[0]
-            raise InputError(
-                f"{len(found)} of the {len(dataset)} prompts of the {name} dataset cannot be used: the prompt of row "
-                f"{row} is {start_of(prompt)}. Use text, or a list of messages with `role` and `content`, or remove "
-                "these rows with `dataset.filter`."
-            )
-
-
 def has_image(row: Mapping[str, Any]) -> bool:
     """Return whether an example of the dataset has an image, in a column of its own or in a message of its prompt."""
     messages = row.get("prompt")
@@ -117,30 +58,6 @@ def check_images(inputs: Sequence[Mapping[str, Any]]) -> None:
             "process them together: give each row of the dataset an image, such as a blank one, or train the rows "
             "without images in another run."
         )
-
-
-def named_datasets(train_dataset, eval_dataset) -> list[tuple[str, Any]]:
-    """Return the trainer's datasets with their names in messages; an evaluation split may be named `train` too."""
-    eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    return [("train", train_dataset), *eval_datasets.items()]
-
-
-def stored_prompts(dataset) -> Iterator[Any]:
-    """Yield the prompts of a dataset; none of a stream, a dataset with a transform, or a dataset with images."""
-    is_stored = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
-    feature = dataset.features.get("prompt") if is_stored else None
-    if feature is not None and not _has_media(feature):  # reading would decode each image
-        prompts: Any = dataset.select_columns("prompt").with_format(None)
-        for batch in prompts.iter(_ROWS_PER_READ):
-            yield from batch["prompt"]
-
-
-def _has_media(feature: Any) -> bool:
-    if isinstance(feature, dict):
-        return any(map(_has_media, feature.values()))
-    if hasattr(feature, "feature"):
-        return _has_media(feature.feature)
-    return getattr(feature, "decode", False) and type(feature).__name__ != "Json"
 
 
 def start_of(prompt: Any, length: int = 60) -> str:

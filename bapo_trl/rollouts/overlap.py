@@ -12,9 +12,7 @@ from accelerate.utils import gather_object
 from ..checkpoints.rank_errors import on_main_process
 from ..checkpoints.rank_files import RankFiles
 from ..checkpoints.stop_signals import is_stopped
-from ..errors import InputError
 from ..parts import Part
-from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 from .injected import InjectedRollouts, check_token_ids_suffice
 from .read_ahead import ReadAhead
 
@@ -196,8 +194,6 @@ class Overlap(Part):
 
     def reset(self, run):
         check_token_ids_suffice(run, "overlapped generation", "`overlap_generation` to False")
-        if not HAS_OPENAI_CLIENT:
-            raise InputError("`overlap_generation` needs trl 1.16 or newer: pip install 'trl>=1.16'.")
         vllm, self._run, self._read_ahead = run.vllm_generation, run, None
 
         def ask(prompt_ids: Prompts) -> Completions:

@@ -18,7 +18,6 @@ from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..errors import InputError
 from ..inputs.generation_config import check_for_partial_rollouts, settings_of_model
 from ..inputs.written_values import to_json
-from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 from .injected import InjectedRollouts, check_token_ids_suffice
 from .pool import FILES, Group, RolloutPool, deal_out
 
@@ -231,17 +230,11 @@ def token_cap(trainer: Any, num_tokens: int) -> Iterator[None]:
 
 
 def sampler_window(trainer: Any) -> int | None:
-    """
-    Return the largest total length of a prompt and its completion in vLLM, the same on all ranks.
-
-    `None` for transformers, which has no limit, and for TRL's own server up to TRL 1.14, which does not report it.
-    """
+    """Return the largest length of a prompt with its completion in vLLM, the same on all ranks; else `None`."""
     if not trainer.use_vllm:
         return None
     if trainer.vllm_mode == "colocate":
         return trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
-    if not HAS_OPENAI_CLIENT:
-        return None
     return on_main_process(
         lambda: trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["max_model_len"]
     )

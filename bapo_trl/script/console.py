@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from shutil import get_terminal_size
 from time import monotonic
@@ -15,7 +15,6 @@ from transformers import ProgressCallback, TrainerCallback
 
 from ..bapo_config import BAPOConfig
 from ..phase_clock import PHASES
-from ..plan.dry_run import aligned_rows
 from ..report.runs import is_of_updates
 
 
@@ -30,6 +29,13 @@ _COLUMNS = (  # two lines of a header, metrics, format, least width
     ("", "ESS", "ratio/ess", ".2f", 4),
     ("grad", "norm", "grad_norm", ".3g", 5),
 )
+
+
+def aligned_rows(rows: Iterable[tuple[str, str]]) -> str:
+    """Return names and values as lines, the values one below the other."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
 def settings_table(args: BAPOConfig, method: str | None = None) -> str:

@@ -23,18 +23,16 @@ from datasets.exceptions import DatasetsError
 from datasets.load import infer_module_for_data_files_list
 from datasets.packaged_modules.csv.csv import CsvConfig
 from datasets.packaged_modules.json.json import JsonConfig
-from jinja2 import TemplateError
 from trl import DatasetMixtureConfig, get_dataset
 from trl.scripts.utils import DatasetConfig
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
-from ..inputs.prompt_checks import GIVEN_TO_REWARDS, is_prompt, stored_prompts
-from ..plan.dry_run import TEXT_FOR_CHAT
 from ..report.runs import read_settings
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .command_line import Settings
+from .prompts import GIVEN_TO_REWARDS, TEXT_FOR_CHAT, is_chat, is_prompt
 from .text_files import AsWritten, is_as_written, load_as_written, store_as_written, with_columns
 
 
@@ -290,13 +288,6 @@ def format_prompts(
     return with_columns(dataset, formatted, sorted(GIVEN_TO_REWARDS & {prompt, answer}))
 
 
-def is_chat(dataset: Rows | None) -> bool:
-    """Return whether the first prompt is a list of messages; `False` for an empty or missing dataset."""
-    first: dict[str, Any] = next(iter(dataset or ()), {})
-    prompt = first.get("prompt")
-    return isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
-
-
 def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScriptArguments) -> str:
     """Return the console lines on the kind of the prompts, with notes on possible mistakes in prompts and answers."""
     kind = "plain text" if getattr(processing_class, "chat_template", None) is None else TEXT_FOR_CHAT
@@ -323,28 +314,6 @@ def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScrip
                 f"Note: rewards read the dataset's column `solution`, not `{column}`: rename it if that is wrong."
             )
     return "\n".join(lines)
-
-
-def check_chat_template(dataset: Rows | None, processing_class: Any, template_kwargs: Any = None) -> None:
-    """Raise an `InputError` if prompts are chat messages and the tokenizer's chat template cannot format them."""
-    # With a processor, the trainer rewrites the messages first
-    if not is_chat(dataset) or hasattr(processing_class, "tokenizer"):
-        return
-    rows = stored_prompts(dataset) if isinstance(dataset, Dataset) else [next(iter(dataset))["prompt"]]
-    tried = set()
-    for row, prompt in enumerate(rows):
-        kind = tuple((message["role"], *message) for message in prompt)
-        if kind in tried:  # a template accepts or rejects messages by their roles and fields
-            continue
-        tried.add(kind)
-        try:
-            processing_class.apply_chat_template(prompt, tokenize=False, **(template_kwargs or {}))
-        except (TemplateError, ValueError) as error:
-            raise InputError(
-                f"The prompts are chat messages, but the chat template of `model_name_or_path` does not accept them "
-                f"({error}), first in row {row}: use an instruct model, or text prompts (`prompt_column`). If the "
-                "template has no system role, put the text of `system_prompt` into `prompt_template`."
-            ) from error
 
 
 def _find(row: Mapping[str, Any], columns: Sequence[str], flag: str, name: str) -> str:

@@ -27,7 +27,7 @@ from .failures import FLAG, INTERRUPTED
 
 
 if TYPE_CHECKING:
-    from ..plan.memory import Sharding
+    from .memory import Sharding
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = {path.stem: path for path in sorted((PACKAGE / "accelerate_configs").glob("*.yaml"))}
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str], plans: bool = False) -> None:
     if not (args.module or args.no_python or Path(args.training_script).exists()):
         raise InputError(f"'{args.training_script}' does not exist: use train, evaluate, or the path of a script.")
     if is_ours and plans:
-        from .planning import print_plan
+        from .plan import print_plan
 
         validated, _, _ = launch._validate_launch_command(args)
         name, *flags = (each for each in args.training_script_args if each != FLAG)
@@ -112,7 +112,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _sharding(args: argparse.Namespace, processes: int) -> "Sharding":
     """Return how a launch with these completed arguments divides the model over the processes."""
-    from ..plan.memory import Sharding
+    from .memory import Sharding
 
     if args.use_deepspeed:
         path = args.deepspeed_config_file

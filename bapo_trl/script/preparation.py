@@ -16,17 +16,15 @@ from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_confi
 from ..bapo_config import BAPOConfig
 from ..checkpoints.rank_errors import on_main_process
 from ..evaluation.sampling import EvaluatedGRPOTrainer, EvaluatedTrainer
-from ..inputs.checks import check_tokenizer
 from ..inputs.generation_config import check_can_be_saved, check_for_partial_rollouts, settings_of_model
-from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
-from ..plan.dry_run import check_fit
+from ..inputs.prompt_checks import check_number_of_prompts
 from ..report.callback import ReportCallback, TrainingClock
 from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
 from .command_line import TRL, Settings
 from .console import ProgressBar
-from .datasets import Data, check_chat_template, format_data, load_data
+from .datasets import Data, format_data, load_data
 from .earlier_run import continues
 from .models import (
     Parts,
@@ -36,6 +34,7 @@ from .models import (
     load_generation_config,
     load_processing_class,
 )
+from .prompts import check_chat_template, check_fit, check_prompts, check_tokenizer, named_datasets
 from .rewards import resolve_names
 
 
@@ -141,7 +140,7 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
 
 
 def check_prompts_fit(trainer: Any, eval_dataset: Any = None) -> None:
-    """Reject a tokenizer or prompts that do not fit the model, as [`~plan.dry_run.check_fit`] does (`InputError`)."""
+    """Reject a tokenizer or prompts that do not fit the model, as [`~prompts.check_fit`] does (`InputError`)."""
     config, processing_class, args = trainer.model.config, trainer.processing_class, trainer.args
     datasets = named_datasets(trainer.train_dataset, eval_dataset)
     on_main_process(lambda: check_fit(config, processing_class, args, datasets))  # reads all prompts

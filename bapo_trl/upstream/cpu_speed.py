@@ -29,8 +29,9 @@ def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
     measures = [
         f"{str(trainer.model.dtype).removeprefix('torch.')} weights",
         *(["contiguous input of the frozen output head"] if make_head_input_contiguous(trainer.model) else []),
-        *(["prompt positions are not scored"] if score_completions_only() else []),
+        "prompt positions are not scored",
     ]
+    score_completions_only()
     logging.get_logger("transformers.bapo_trl").info(f"CPU: {', '.join(measures)}")  # for `--log_level info`
     return f"CPU: {threads} thread{'s' * (threads > 1)}, {dtype}{support}"
 
@@ -77,16 +78,14 @@ def make_head_input_contiguous(model: torch.nn.Module) -> bool:
     return True
 
 
-def score_completions_only() -> bool:
+def score_completions_only() -> None:
     """
-    Let TRL's fused head score only positions with a label on CPUs, as on GPUs; return whether TRL has this head.
+    Let TRL's fused head score only positions with a label on CPUs, as on GPUs.
 
     Without Triton, TRL scores all positions, for a constant shape. Most of them are prompt tokens, which are masked
-    afterwards. Needed up to TRL 1.16 at least; versions before 1.16 have no such head.
+    afterwards. Needed up to TRL 1.16 at least.
     """
-    scores_only_labels: Any = getattr(trl_utils, "_use_triton", None)  # decides nothing else in that module
-    if scores_only_labels is None:
-        return False
+    scores_only_labels: Any = trl_utils._use_triton  # decides nothing else in that module
     if not hasattr(scores_only_labels, "__wrapped__"):  # not yet patched by an earlier run
 
         @functools.wraps(scores_only_labels)
@@ -94,4 +93,3 @@ def score_completions_only() -> bool:
             return device.type == "cpu" or scores_only_labels(device)
 
         trl_utils._use_triton = also_on_cpu
-    return True

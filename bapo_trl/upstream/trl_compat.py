@@ -6,7 +6,6 @@ that a release adds is no failure: the hooks pass unknown parameters on.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import trl
 from trl import GRPOTrainer
@@ -14,7 +13,7 @@ from trl import GRPOTrainer
 from ..batch.policy_loss import FORWARD_KEYS
 
 
-TESTED_VERSIONS = ("1.14.2", "1.16.0")
+TESTED_VERSIONS = ("1.16.0",)
 """TRL versions that the tests pass with (docs/versions.md). Later releases of the same minor count as well."""
 
 
@@ -26,7 +25,7 @@ def _missing(names: str, version: str = trl.__version__) -> ImportError:
 
 
 try:  # helpers of TRL that the package uses, from here
-    from trl.generation.vllm_generation import VLLMClient, VLLMGeneration
+    from trl.generation.vllm_generation import VLLMClient, VLLMGeneration  # noqa: F401
     from trl.trainer.utils import (  # noqa: F401
         RepeatSampler,
         create_model_from_path,
@@ -39,19 +38,10 @@ except ImportError as error:
     raise _missing(str(error)) from error
 
 
-HAS_OPENAI_CLIENT = hasattr(VLLMClient, "get_server_info")
-"""Whether TRL's client uses vLLM's own server, from 1.16 on. Before, it uses TRL's server, which scores no prompts."""
-
-
 def uses_vllm_server(trainer: GRPOTrainer) -> bool:
     """Return whether the trainer samples from vLLM's own server."""
-    return trainer.use_vllm and trainer.vllm_mode == "server" and HAS_OPENAI_CLIENT
+    return trainer.use_vllm and trainer.vllm_mode == "server"
 
-
-TRANSFER_NAMES = (
-    "_init_vllm", "is_bitsandbytes_available", "merge_adapter", "named_parameters", "sync_weights", "unmerge_adapter"
-)  # fmt: skip
-"""Names with which `VLLMGeneration` makes its engine and sends a model with an adapter."""
 
 CLIENT_METHODS: Mapping[str, Sequence[str]] = {
     "_post": ("url",),
@@ -64,8 +54,7 @@ CLIENT_METHODS: Mapping[str, Sequence[str]] = {
     "reset_prefix_cache": (),
     "update_named_params": ("metadata", "named_params"),
 }
-"""Methods of vLLM's client that the package overrides or calls, as in [`OVERRIDDEN_METHODS`]; its `generate` must use
-`base_url` and `model` too."""
+"""Methods of vLLM's client that the package overrides or calls, as in [`OVERRIDDEN_METHODS`]."""
 
 OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "_calculate_rewards": ("inputs", "prompts", "completions"),
@@ -116,44 +105,13 @@ CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
 }  # fmt: skip
 """Methods of `GRPOTrainer` that the package calls: number of positional arguments, with `self`, and keywords."""
 
-ATTRIBUTES = {
-    "__init__": (
-        "_is_vlm", "eos_token_ids", "generation_config", "generation_kwargs", "rollout_func", "tools",
-        "vllm_generation", "vllm_mode",
-    ),
-    "_compute_loss": (
-        "_get_per_token_logps_and_entropies", "beta", "current_gradient_accumulation_steps", "epsilon_low",
-        "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "top_entropy_quantile",
-        "use_vllm", "vllm_importance_sampling_correction", "_metrics",
-    ),
-    "_inner_training_loop": ("_globalstep_last_logged", "_total_loss_scalar", "_tr_loss"),
-    "_save_checkpoint": ("_get_output_dir",),
-    "_generate": ("_generate_single_turn", "_tokenize_prompts", "rollout_func"),
-    "_calculate_rewards": ("reward_func_names", "reward_funcs"),
-    "log": ("_metrics",),
-    "_generate_single_turn": ("_last_loaded_step", "eos_token_ids", "generation_config", "generation_kwargs"),
-    "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
-    "_generate_and_score_completions": (
-        "_calculate_rewards", "_metrics", "environment_factories", "reward_weights", "scale_rewards",
-    ),
-}  # fmt: skip
-"""Attributes of the trainer that the trainer relies on, by the `GRPOTrainer` method that must use them too."""
-
 
 def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
     """Return the required names and signatures that `trainer_class` lacks; an empty list if there are none."""
     missing = _missing_overrides(trainer_class, OVERRIDDEN_METHODS)
     for name, (number, keywords) in CALLED_METHODS.items():
         missing += _missing_call(trainer_class, name, number, keywords)
-    for name, attributes in ATTRIBUTES.items():
-        used = _names_used(getattr(trainer_class, name, None))
-        missing += [f"{name}: self.{attribute}" for attribute in attributes if attribute not in used]
-    if HAS_OPENAI_CLIENT:
-        missing += [f"VLLMClient.{each}" for each in _missing_overrides(VLLMClient, CLIENT_METHODS)]
-        used = _names_used(getattr(VLLMClient, "generate", None))
-        missing += [f"VLLMClient.{name}" for name in ("base_url", "model") if name not in used]
-    used = set().union(*map(_names_used, vars(VLLMGeneration).values()))
-    missing += [f"VLLMGeneration: {name}" for name in TRANSFER_NAMES if name not in used]
+    missing += [f"VLLMClient.{each}" for each in _missing_overrides(VLLMClient, CLIENT_METHODS)]
     return sorted(set(missing))
 
 
@@ -179,17 +137,6 @@ def _missing_call(owner: type, name: str, number: int, keywords: Sequence[str]) 
     except TypeError as error:
         return [f"{name}, as it is called here ({error})"]
     return []
-
-
-def _names_used(function: Any) -> set[str]:
-    """Return the names that the code of a function uses, including its nested functions."""
-    if not inspect.isfunction(function):
-        return set()
-    codes, names = [inspect.unwrap(function).__code__], set()
-    for code in codes:
-        names |= set(code.co_names)
-        codes += filter(inspect.iscode, code.co_consts)
-    return names
 
 
 def check_trl(trainer_class: type = GRPOTrainer, version: str = trl.__version__) -> None:

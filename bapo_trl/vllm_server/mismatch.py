@@ -19,7 +19,6 @@ from ..batch.sampler import SamplerLogps
 from ..clip_bounds.grid import sum_dtype
 from ..clip_bounds.reduce import DistributedSums
 from ..errors import MissingPackageError
-from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 from .quantized import unquantized_engine
 
 
@@ -53,10 +52,8 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
             ) from error
     elif find_spec("vllm") is None:  # TRL would raise an error only after loading the model
         raise MissingPackageError("`use_vllm` is set, but vllm is not installed: pip install 'bapo-trl[vllm]'.")
-    elif HAS_OPENAI_CLIENT:
-        from .client import ServerClient as client_class  # needs requests, as only a server does
     else:
-        client_class = vllm_generation.VLLMClient
+        from .client import ServerClient as client_class  # needs requests, as only a server does
 
     original = vllm_generation.VLLMClient
     limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})

@@ -125,7 +125,7 @@ def check_engine_memory(generation: Any, gpu_memory: int) -> None:
 
 
 def engine_config(generation: Any) -> dict[str, Any]:
-    """Return vLLM's `model_config`; of a server, only in the main process, and from TRL 1.16 on."""
+    """Return vLLM's `model_config`; of a server, only in the main process."""
     if generation.mode == "colocate":
         return vars(generation.llm.llm_engine.model_config)
     if not hasattr(getattr(generation, "vllm_client", None), "get_server_info"):

@@ -4,8 +4,6 @@ import inspect
 import re
 
 import pytest
-import trl
-from packaging.version import Version
 from trl import GRPOTrainer
 
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
@@ -21,8 +19,6 @@ from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 NOT_HERE = ("tools/call_frequency", "tools/failure_frequency", "aux_loss")  # take tools, and a mixture of experts
-
-pytestmark = pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="the page is of the pinned TRL")
 
 
 def names_on_page() -> set[str]:

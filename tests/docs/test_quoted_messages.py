@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import trl
 
-from bapo_trl.upstream.trl_compat import HAS_OPENAI_CLIENT
 from tests.docs.test_advice import messages
 from tests.helpers.commands import ROOT
 
@@ -31,8 +30,6 @@ def is_quoted_from(quoted: str, texts: list[str]) -> bool:
 
 @pytest.mark.parametrize(("quoted", "mark"), QUOTED)
 def test_quoted_messages_exist(quoted, mark):
-    if mark and not HAS_OPENAI_CLIENT:
-        pytest.skip("the page quotes TRL from 1.16 on")
     assert is_quoted_from(quoted, messages_of(bool(mark)))
 
 

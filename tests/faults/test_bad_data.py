@@ -23,10 +23,9 @@ from trl.scripts.utils import DatasetConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.inputs.checks import check_tokenizer, context_window
-from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.script.datasets import load_mixture, load_splits
 from bapo_trl.script.preparation import check_prompts_fit
+from bapo_trl.script.prompts import check_prompts, check_tokenizer, context_window
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.forked import run_python

@@ -13,12 +13,11 @@ from bapo_trl import BAPOTrainer
 from bapo_trl.vllm_server import client as server_client
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.failing_server import PARTIAL, RUN, ModelServer, client_of
-from tests.helpers.fake_vllm import needs_vllm_server
 from tests.helpers.save_kills import state_of
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 
-pytestmark = [pytest.mark.trainings, needs_vllm_server]
+pytestmark = pytest.mark.trainings
 
 REPLAY = {"replay_fraction": 0.5}
 

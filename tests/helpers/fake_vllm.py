@@ -6,20 +6,12 @@ distribution (`--logprobs-mode processed_logprobs`). No network, no other proces
 
 from contextlib import nullcontext
 
-import pytest
 import torch
 from transformers import TopPLogitsWarper
 from trl.trainer import grpo_trainer
 
-from bapo_trl.upstream.trl_compat import HAS_OPENAI_CLIENT
 from bapo_trl.vllm_server import mismatch
 from tests.helpers.toy import toy_trainer
-
-
-# for what asks the server anything but samples
-needs_vllm_server = pytest.mark.skipif(
-    not HAS_OPENAI_CLIENT, reason="TRL before 1.16 talks to a server of its own, which answers nothing else"
-)
 
 
 class FakeVLLM:

@@ -20,7 +20,7 @@ from bapo_trl.rollouts.pool import FILES
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_states, assert_same_weights
 from tests.helpers.commands import succeeded
-from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
+from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.scores import assert_scored_by_its_policy, score
@@ -246,7 +246,6 @@ class Windowed(FakeVLLM):
 
 
 @pytest.mark.trainings
-@needs_vllm_server
 def test_a_completion_ends_at_the_window_of_the_sampler(monkeypatch, tmp_path):
     trainer = vllm_trainer(
         monkeypatch,

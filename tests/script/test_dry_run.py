@@ -13,9 +13,8 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.errors import InputError
-from bapo_trl.plan import dry_run as plan
-from bapo_trl.plan.dry_run import look_at_prompts
-from bapo_trl.script import models
+from bapo_trl.script import models, plan
+from bapo_trl.script.prompts import look_at_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, chat_tokenizer, fill_folder, flags, run, train_bapo

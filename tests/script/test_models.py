@@ -17,7 +17,7 @@ from bapo_trl.errors import InputError
 from bapo_trl.script import models, preparation
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.models import load_processing_class, parts_of
-from bapo_trl.script.planning import print_plan
+from bapo_trl.script.plan import print_plan
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import completions, fill_folder, flags, results, run, train_bapo
 

@@ -3,9 +3,9 @@
 import pytest
 from datasets import Dataset, IterableDataset
 
-from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.datasets import Data, check_chat_template, format_data, format_prompts, prompt_lines
+from bapo_trl.script.datasets import Data, format_data, format_prompts, prompt_lines
+from bapo_trl.script.prompts import check_chat_template, check_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import chat_tokenizer
 

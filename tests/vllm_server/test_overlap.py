@@ -18,13 +18,12 @@ from bapo_trl.vllm_server import client
 from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.commands import succeeded
 from tests.helpers.failing_server import RUN, ModelServer, client_of
-from tests.helpers.fake_vllm import needs_vllm_server
 from tests.helpers.forked import run_python
 from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_dataset, toy_trainer, training_logs
 from tests.test_bapo_config import config
 
 
-pytestmark = [needs_vllm_server, pytest.mark.trainings]
+pytestmark = pytest.mark.trainings
 
 OVERLAP = {**RUN, "overlap_generation": True, "vllm_logp_tolerance": None, "vllm_request_timeout": 60}
 

@@ -6,7 +6,7 @@ import torch
 from bapo_trl import BAPOTrainer
 from bapo_trl.rollouts.pool import RolloutPool
 from bapo_trl.rollouts.rounds import RolloutRounds
-from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
+from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import training_logs
 from tests.rollouts.test_rollout_rounds import (
     PARTIAL,
@@ -72,7 +72,6 @@ class RestartingInRequest(FakeVLLM):
         return super().generate(prompts, images, num_generations)
 
 
-@needs_vllm_server
 def test_what_a_server_sampled_before_it_got_the_weights_is_sampled_again(monkeypatch, tmp_path):
     trainer = vllm_trainer(monkeypatch, tmp_path, server=RestartingInRequest, num_iterations=1)
     with pytest.warns(UserWarning, match="server was restarted"):
@@ -82,7 +81,6 @@ def test_what_a_server_sampled_before_it_got_the_weights_is_sampled_again(monkey
             assert log["sampling/sampling_logp_difference/max"] < 1e-5
 
 
-@needs_vllm_server
 def test_a_restart_while_rewards_are_computed_is_no_stale_server(monkeypatch, tmp_path):
     class Restarted(BAPOTrainer):
         def _calculate_rewards(self, *args, **kwargs):
@@ -96,7 +94,6 @@ def test_a_restart_while_rewards_are_computed_is_no_stale_server(monkeypatch, tm
     assert trainer.vllm_generation.num_starts == 4
 
 
-@needs_vllm_server
 def test_several_api_processes_are_one_server(monkeypatch, tmp_path):
     class Several(FakeVLLM):
         def __init__(self, *args, **kwargs):

@@ -9,11 +9,7 @@ import torch
 from bapo_trl.vllm_server import client as server_client
 from bapo_trl.vllm_server.client import LimitedAdapter, retry_until
 from tests.helpers.failing_server import ModelServer, client_of
-from tests.helpers.fake_vllm import needs_vllm_server
 from tests.test_bapo_config import config
-
-
-pytestmark = needs_vllm_server
 
 
 @pytest.fixture

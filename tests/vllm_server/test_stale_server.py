@@ -7,7 +7,7 @@ import torch
 
 from bapo_trl.vllm_server.stale_server import Reading, StaleServerCheck, choose_sequence, share_followed, stands_still
 from tests.helpers.alike import assert_same_weights
-from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
+from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import toy_model, training_logs
 
 
@@ -17,10 +17,6 @@ EVERY_UPDATE = {  # a generation and a transfer before each
 }  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
-
-
-def trains_over_a_server(test):
-    return pytest.mark.trainings(needs_vllm_server(test))
 
 
 class Hearing(FakeVLLM):
@@ -65,7 +61,7 @@ def train(monkeypatch, tmp_path, server, **settings):
 # Through the front door
 
 
-@trains_over_a_server
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("server", "heard", "rate", "transfers", "settings"),
     [
@@ -84,7 +80,7 @@ def test_a_server_that_no_longer_takes_weights_is_noticed(
         train(monkeypatch, tmp_path, deaf(server, heard), **settings)
 
 
-@trains_over_a_server
+@pytest.mark.trainings
 def test_steps_too_small_to_tell_add_up(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="does not load the trainer's weights"):
         train(monkeypatch, tmp_path, deaf(InFloat32), learning_rate=1e-7, max_steps=30)
@@ -94,7 +90,7 @@ def test_steps_too_small_to_tell_add_up(monkeypatch, tmp_path):
     assert all(0.75 <= share <= 1.25 for share in shares)
 
 
-@trains_over_a_server
+@pytest.mark.trainings
 @pytest.mark.parametrize("learning_rate", [1e-6, 2e-2])
 def test_a_server_that_takes_them_follows(monkeypatch, tmp_path, learning_rate):
     trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=learning_rate, max_steps=8)
@@ -103,13 +99,13 @@ def test_a_server_that_takes_them_follows(monkeypatch, tmp_path, learning_rate):
     assert [log["sampling/server_followed"] for log in others] == pytest.approx([1] * 7, abs=0.1)
 
 
-@trains_over_a_server
+@pytest.mark.trainings
 @pytest.mark.parametrize("learning_rate", [0.0, 1e-8, 1e-6])
 def test_a_server_in_bfloat16_is_not_taken_for_a_stale_one(monkeypatch, tmp_path, learning_rate):
     train(monkeypatch, tmp_path, InBFloat16, learning_rate=learning_rate, max_steps=30)
 
 
-@trains_over_a_server
+@pytest.mark.trainings
 def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path):
     def run(tolerance):
         settings = {"gradient_checkpointing": True, "vllm_logp_tolerance": tolerance}
@@ -127,7 +123,7 @@ def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path):
     assert_same_weights(checked, unchecked)
 
 
-@trains_over_a_server
+@pytest.mark.trainings
 def test_the_server_is_asked_one_short_question(monkeypatch, tmp_path):
     trainer = train(monkeypatch, tmp_path, FakeVLLM, max_steps=3)
     first, *others = trainer.vllm_generation.requests
@@ -137,7 +133,7 @@ def test_the_server_is_asked_one_short_question(monkeypatch, tmp_path):
     assert len(first["prompt"]) + 1 == 40  # its `max_model_len`
 
 
-@trains_over_a_server
+@pytest.mark.trainings
 def test_a_second_train_sends_the_weights_again(monkeypatch, tmp_path):
     trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=1e-3, max_steps=2)
     trainer.train()

@@ -7,7 +7,7 @@ from accelerate.utils import set_seed
 
 from bapo_trl import BAPOConfig
 from bapo_trl.batch.staleness import mean_staleness
-from bapo_trl.plan.dry_run import count
+from bapo_trl.script.plan import count
 from tests.helpers.toy import CPU, toy_dataset, toy_trainer, training_logs
 
 

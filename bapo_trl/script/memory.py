@@ -2,8 +2,8 @@
 Estimate the memory that a process needs for training, from the settings and the shape of the model.
 
 The formulas count the tensors that torch allocates. They are pure, and no weights are loaded: a model on torch's meta
-device has only shapes. `tests/plan/test_memory.py` compares them with peaks that were measured on GPUs. All sizes are
-in bytes.
+device has only shapes. `tests/script/test_memory.py` compares them with peaks that were measured on GPUs. Sizes are in
+bytes.
 """
 
 import copy

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from datasets import Dataset
 
-from bapo_trl.plan.dry_run import SAMPLED_PROMPTS, look_at_prompts, try_rewards
+from bapo_trl.script.plan import try_rewards
+from bapo_trl.script.prompts import SAMPLED_PROMPTS, look_at_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import chat_tokenizer
 

@@ -10,8 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bapo_trl import BAPOConfig
-from bapo_trl.plan.dry_run import sharding_of
-from bapo_trl.plan.memory import (
+from bapo_trl.script.memory import (
     GIB,
     BatchShape,
     Precision,
@@ -23,7 +22,7 @@ from bapo_trl.plan.memory import (
     quantized_weight_bytes,
     shape_of,
 )
-from bapo_trl.script.planning import as_in_processes
+from bapo_trl.script.plan import as_in_processes, sharding_of
 from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_7B, SIZES, Shape, lora, make_model
 from benchmarks.gpu_first_run.trainers import PROMPT_TOKENS, Setup, settings_for
 from tests.helpers.commands import ROOT
@@ -235,6 +234,6 @@ def test_the_tile_of_logits_is_trls():
     kernels = pytest.importorskip("trl.kernels.chunked_logprob")
     from trl.trainer import utils
 
-    from bapo_trl.plan import memory
+    from bapo_trl.script import memory
 
     assert memory._TILE == (kernels.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE)
