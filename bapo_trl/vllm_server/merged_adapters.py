@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import is_peft_model
 
 from ..errors import InputError
-from .quantized import check_engine, engine_config, float_class, full_layer, is_quantized
+from .quantized import check_engine, engine_config, float_class, full_layer, is_quantized, unsharded
 from .stochastic_rounding import noise_seed, round_stochastically
 
 
@@ -139,10 +139,8 @@ def _copy_in_float32(module: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-def _float32(tensor: Any) -> torch.Tensor:  # or a DTensor
-    if hasattr(tensor, "full_tensor"):  # sharded over ranks under FSDP2
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return tensor.detach().to(torch.float32, copy=True)
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return unsharded(tensor).to(torch.float32, copy=True)
 
 
 def _placed_like(weight: torch.Tensor, parameter: Any) -> torch.Tensor:
