@@ -168,10 +168,14 @@ def needs_copies(model: Any) -> bool:
     layers = [module for module in model.modules() if _has_adapter(module)] if is_peft_model(model) else []
     for layer in layers:
         base = layer.get_base_layer()
-        types = {weight.dtype for weight in base.parameters()}
-        if not (is_quantized(base) or (types and types <= set(_FLOATS.values()))):
+        weights = [weight for name, weight in base.named_parameters() if name != "bias"]
+        packed = {type(each).__name__ for each in weights} - {"Parameter", "DTensor"}  # torchao's, in a Linear
+        if not is_quantized(base) and (
+            packed or not weights or {each.dtype for each in weights} - set(_FLOATS.values())
+        ):
+            kind = type(base).__name__ + (f" with weights of type {', '.join(sorted(packed))}" if packed else "")
             raise InputError(
-                f"The adapter is on layers of type {type(base).__name__}, and cannot be merged into them for vLLM: "
+                f"The adapter is on layers of type {kind}, and cannot be merged into them for vLLM: "
                 "load the unquantized model, with `load_in_4bit` to save memory, or set `use_vllm` to False."
             )
     if layers:

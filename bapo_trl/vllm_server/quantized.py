@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from trl.generation import vllm_generation
 
 from ..errors import InputError
@@ -104,6 +105,7 @@ def unquantized_engine() -> Iterator[None]:
     init, has_bitsandbytes = of_trl._init_vllm, vllm_generation.is_bitsandbytes_available
 
     def init_unquantized(generation: Any) -> None:
+        check_stored_model(generation.model)
         if generation.accelerator.device.type == "cuda":
             total = torch.cuda.get_device_properties(generation.accelerator.device).total_memory
             check_engine_memory(generation, total)
@@ -115,6 +117,13 @@ def unquantized_engine() -> Iterator[None]:
         yield
     finally:
         of_trl._init_vllm, vllm_generation.is_bitsandbytes_available = init, has_bitsandbytes
+
+
+def check_stored_model(model: Any) -> None:
+    """Raise an `InputError` for a model that is stored quantized, as vLLM would load it."""
+    if any(map(is_quantized, model.modules())):
+        stored, _ = PreTrainedConfig.get_config_dict(model.name_or_path)
+        check_engine(model, {"quantization": stored.get("quantization_config", {}).get("quant_method")})
 
 
 def check_engine_memory(generation: Any, gpu_memory: int) -> None:
