@@ -122,8 +122,13 @@ def unquantized_engine() -> Iterator[None]:
 def check_stored_model(model: Any) -> None:
     """Raise an `InputError` for a model that is stored quantized, as vLLM would load it."""
     if any(map(is_quantized, model.modules())):
-        stored, _ = PreTrainedConfig.get_config_dict(model.name_or_path)
-        check_engine(model, {"quantization": stored.get("quantization_config", {}).get("quant_method")})
+        check_engine(model, {"quantization": stored_quantization(model.name_or_path)})
+
+
+def stored_quantization(model: str, revision: str | None = None) -> str | None:
+    """Return the method by which a model is quantized in its folder or on the Hub."""
+    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    return config.get("quantization_config", {}).get("quant_method")
 
 
 def check_engine_memory(generation: Any, gpu_memory: int) -> None:
