@@ -14,6 +14,7 @@ from transformers.trainer_utils import SaveStrategy, has_length
 
 from .bapo_config import BAPOConfig, check_copied, check_unchanged, copied_settings, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
+from .batch.injected import InjectedRollouts
 from .batch.log_values import reduce_window
 from .batch.micro_batches import make_micro_batches
 from .batch.policy_loss import known_old_logps, mask_values, without_masked_values
@@ -34,7 +35,6 @@ from .paper import PAPER
 from .parts import Clock, Part
 from .phase_clock import PhaseClock
 from .replay.mixer import ReplayMixer
-from .rollouts.injected import InjectedRollouts
 from .rollouts.overlap import Overlap
 from .rollouts.partial import NoPartialRollouts, PartialRollouts
 from .upstream import fixes, trl_compat

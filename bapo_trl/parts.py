@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .rollouts.injected import InjectedRollouts
+from .batch.injected import InjectedRollouts
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,13 @@ from benchmarks.common import save_result
 
 
 UPDATES = {5e-4: (4, 8, 16, 32), 2e-5: (8, 32)}  # by learning rate
-UPDATES_IN_4_BITS = {5e-4: (4, 8)}
+UPDATES_IN_4_BITS = {5e-4: (1, 2, 4, 8)}
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 LOADING = {"dtype": "bfloat16", "attn_implementation": "eager"}
 RANK, ALPHA = 16, 32
 LORA = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
 PROMPTS, COMPLETION_TOKENS = 64, 16
+ROUNDINGS = 4  # random ones of the same weights
 
 
 class AdapterReader(TrainerCallback):
@@ -99,10 +100,12 @@ def sample(model: torch.nn.Module, prompts: dict[str, torch.Tensor], end: int) -
 
 
 @torch.no_grad()
-def send(model: torch.nn.Module, base: torch.nn.Module) -> torch.nn.Module:
+def send(
+    model: torch.nn.Module, base: torch.nn.Module, version: int = 0, dtype: torch.dtype | None = None
+) -> torch.nn.Module:
     """Return the base model with the weights that are sent for a model with an adapter."""
     served = copy.deepcopy(base)
-    for name, weight in named_merged(model, version=0, types=Types()):
+    for name, weight in named_merged(model, version, Types(dtype)):
         own = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if "lora_" not in own:
             served.get_parameter(own).copy_(weight)
@@ -131,13 +134,23 @@ def measure_in_4_bits(model: torch.nn.Module, base: torch.nn.Module, prompts: di
     """Return the mean absolute differences in nats per token from the policy of a model in 4 bits."""
     start = prompts["input_ids"].shape[1]
     samples, mask = sample(model, prompts, end)
-    policy = log_probs(model, samples, mask, start, torch.bfloat16)
+
+    def logps(other: torch.nn.Module) -> torch.Tensor:
+        return log_probs(other, samples, mask, start, torch.bfloat16)
+
+    def off(one: torch.Tensor, other: torch.Tensor) -> float:
+        return round((one - other).abs().mean().item(), 4)
+
+    policy = logps(model)
     with model.disable_adapter():
-        off = {"no adapter": log_probs(model, samples, mask, start, torch.bfloat16)}
-    off["sent"] = log_probs(send(model, base), samples, mask, start, torch.bfloat16)
-    off["nearest, on the unquantized base"] = log_probs(merge(model, base), samples, mask, start, torch.bfloat16)
-    tokens = int(mask[:, start:].sum())
-    return {"tokens": tokens, **{name: round((each - policy).abs().mean().item(), 4) for name, each in off.items()}}
+        without = logps(model)
+    return {
+        "tokens": int(mask[:, start:].sum()),
+        "no adapter": off(without, policy),
+        "nearest": off(logps(send(model, base, dtype=torch.float32)), policy),  # rounded when it is copied
+        "stochastic": [off(logps(send(model, base, version)), policy) for version in range(ROUNDINGS)],
+        "merged into the unquantized base": off(logps(merge(model, base)), policy),
+    }
 
 
 def merge(model: torch.nn.Module, base: torch.nn.Module) -> torch.nn.Module:
@@ -175,7 +188,8 @@ def main():
     settings = {
         "model": "SmolLM2-135M-Instruct", "r": RANK, "alpha": ALPHA, "prompts": PROMPTS, "threads": 1,
     }  # fmt: skip
-    save_result("qlora_transfer" if in_4_bits else "lora_transfer", settings, results)
+    command = f"python -m benchmarks.lora_transfer{' --in_4_bits' if in_4_bits else ''}"
+    save_result("qlora_transfer" if in_4_bits else "lora_transfer", settings, results, command=command)
 
 
 if __name__ == "__main__":

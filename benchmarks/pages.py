@@ -16,17 +16,23 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
+from transformers import BitsAndBytesConfig
+
+from bapo_trl import BAPOConfig
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
+from bapo_trl.plan.memory import GIB, Memory, plan_memory, shape_of
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
+from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_3B, QWEN_7B, QWEN_15B, Shape, lora
 from benchmarks.gpu_first_run.table import rewards_by_variant
 from benchmarks.health_rates import health_table
 from benchmarks.regime_contributions import PARTS
@@ -64,6 +70,8 @@ WEIGHTS = {
     "GRPO": "GRPO",
 }
 ROUNDINGS = {"base": "no adapter", "nearest": "nearest", "stochastic": "stochastic"}  # of a merged adapter, for vLLM
+QWEN = {"0.5B": QWEN_05B, "1.5B": QWEN_15B, "3B": QWEN_3B, "7B": QWEN_7B}
+GPUS, QLORA_PROMPT = (16, 24, 40, 80), 512  # sizes in GiB, and tokens
 ASYNC_METHODS = ("GRPO", "clip-higher", "BAPO", "widest bounds")
 METHODS = ("GRPO", "clip-higher", "CISPO", "SAPO", "GSPO", "VESPO")
 VARIANTS = {  # arms of the study by what they change
@@ -394,6 +402,48 @@ def lora_transfer_table() -> str:
     return markdown(["learning rate", "updates", *(f"{ROUNDINGS[kind]}, {dtype}" for dtype, kind in kinds)], lines)
 
 
+def qlora_transfer_table() -> str:
+    """Return how far vLLM's weights are from the policy of a trainer in 4 bits, by the adapter's training."""
+    results = json.loads((RESULTS / "qlora_transfer.json").read_text())["results"]
+    lines = [
+        [
+            str(row["updates"]),
+            f"{row['no adapter']:.3f}",
+            f"{row['nearest']:.3f}",
+            f"{min(row['stochastic']):.3f} to {max(row['stochastic']):.3f}",
+            f"{row['merged into the unquantized base']:.3f}",
+        ]
+        for row in results
+    ]
+    return markdown(["updates", "no adapter", "nearest", "stochastic", "merged into the unquantized base"], lines)
+
+
+def qlora_memory(shape: Shape, in_4_bits: bool = True) -> tuple[Memory, float]:
+    """Return the memory of the trainer of `recipes/qlora_small.yaml` with another model, and of vLLM's weights."""
+    recipe = yaml.safe_load((ROOT / "recipes/qlora_small.yaml").read_text())
+    known = {field.name for field in fields(BAPOConfig)}
+    args = BAPOConfig(use_cpu=True, bf16=True, **{name: value for name, value in recipe.items() if name in known})
+    args.use_cpu = False  # the machine that this runs on may have no GPU
+    config, quantization = shape.config(), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    plan = plan_memory(args, config, "bfloat16", QLORA_PROMPT, 0, lora(), quantization if in_4_bits else None)
+    (memory,) = plan.columns.values()
+    return memory, 2 * shape_of(config).weights
+
+
+def qlora_memory_table() -> str:
+    """Return the memory of QLoRA over vLLM on the same GPU, by the model, and a GPU that it leaves a quarter of."""
+    lines = []
+    for name, shape in QWEN.items():
+        memory, engine = qlora_memory(shape)
+        total = (memory.update + engine) / GIB
+        parts = [qlora_memory(shape, False)[0].weights, memory.weights, memory.gradients + memory.optimizer]
+        cells = [f"{size / GIB:.1f}" for size in (*parts, memory.activations, engine)]
+        gpu = next(size for size in GPUS if total <= size * 3 / 4)
+        lines.append([name, *cells, f"{total:.1f}", f"{gpu} GiB"])
+    header = ["Qwen2.5", "weights in bfloat16", "weights in 4 bits", "gradients, optimizer", "logits, activations"]
+    return markdown([*header, "vLLM's weights", "sum in 4 bits", "GPU"], lines)
+
+
 def overlap_time_table() -> str:
     """Return what overlapped generation saves, by how long a generation takes beside its training."""
     lines = []
@@ -458,6 +508,8 @@ TABLES: dict[str, Callable[[], str]] = {
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),
     "lora_transfer": lora_transfer_table,
+    "qlora_transfer": qlora_transfer_table,
+    "qlora_memory": qlora_memory_table,
     "gpu_chat": gpu_chat_table,
     "gpu_curve": gpu_curve_table,
     "chat_rate": chat_rate_table,

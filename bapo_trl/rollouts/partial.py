@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
+from ..batch.injected import InjectedRollouts
 from ..batch.scoring import score_completions
 from ..parts import Clock, Part
 from ..upstream.forward_passes import without_gradient_checkpointing
-from .injected import InjectedRollouts
 from .rounds import check_no_pool, make_rounds, token_cap
 
 

@@ -5,8 +5,9 @@ completions are. Each round begins with a gather, from which all ranks decide wh
 scoring at the end begins with a gather, too.
 """
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import Any
 
 import torch
 
+from ..batch.injected import InjectedRollouts
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..errors import InputError
 from ..inputs.generation_config import check_for_partial_rollouts, settings_of_model
 from ..inputs.written_values import to_json
-from .injected import InjectedRollouts, check_token_ids_suffice
 from .pool import FILES, Group, RolloutPool, deal_out
+from .token_ids import check_token_ids_suffice
 
 
 PARTIAL_METRICS = (
@@ -90,7 +92,7 @@ class RolloutRounds:
         self._score(score, dummy)
         groups = self.pool.emit(wanted, oldest_version)
         self._is_generating = False
-        return InjectedRollouts.of_groups(groups), self._measure(groups, waited, rounds)
+        return inject(groups), self._measure(groups, waited, rounds)
 
     def save(self, folder: str | Path, is_boundary: bool, policy_version: int) -> None:
         """
@@ -171,6 +173,20 @@ class RolloutRounds:
             "partial/waited": total["waited"],
             "partial/trained_length_ratio": trained_length / ended_length,
         }
+
+
+def inject(groups: Iterable[Group]) -> InjectedRollouts:
+    """Return the completions of one or more complete groups."""
+    samples = [(group, completion) for group in groups for completion in group.completions]
+    reports_logps = bool(samples[0][1].sampler_logps)
+    return InjectedRollouts(
+        [copy.deepcopy(group.inputs) for group, _ in samples],
+        [list(group.prompt_ids) for group, _ in samples],
+        [list(each.tokens) for _, each in samples],
+        behavior_logps=[each.logps for _, each in samples],
+        versions=[each.versions for _, each in samples],
+        sampler_logps=[list(each.sampler_logps) for _, each in samples] if reports_logps else None,
+    )
 
 
 def make_rounds(trainer: Any) -> RolloutRounds:

@@ -16,6 +16,7 @@ from ..checkpoints.rank_errors import raising_on_all_ranks
 from ..errors import InputError
 from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, sums_model_path
+from ..upstream.stored_model import stored_quantization
 from ..upstream.trl_compat import create_model_from_path
 from .arguments import EMBEDDED
 from .command_line import Settings
@@ -116,6 +117,16 @@ def merged_folder(training_args: BAPOConfig) -> Path:
     return Path(training_args.output_dir) / "merged"
 
 
+def check_can_merge(parts: Parts) -> None:
+    """Raise an `InputError` if the base model is stored quantized: transformers cannot save the merged model."""
+    base, revision = parts[-1]
+    if method := stored_quantization(base, revision):
+        raise InputError(
+            f"`merge_adapter` is set, but the base model {base} is stored quantized ('{method}'): train the "
+            "unquantized model with `load_in_4bit`, or set `merge_adapter` to False."
+        )
+
+
 def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
     """
     Save the adapter that was trained, or the saved adapter, merged into its base model; print the folder and type.
@@ -127,6 +138,7 @@ def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
     if training_args.do_train:
         adapter, revision = training_args.output_dir, None
     parts, code = parts_of(adapter, revision), training_args.trust_remote_code
+    check_can_merge(parts)
     processing_class = load_processing_class(parts, code)
     dtype, reason = model_args.dtype, "set by `dtype`"
     if dtype in (None, "auto"):

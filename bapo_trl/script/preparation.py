@@ -28,6 +28,7 @@ from .datasets import Data, format_data, load_data
 from .earlier_run import continues
 from .models import (
     Parts,
+    check_can_merge,
     check_packages,
     fetch_model,
     load_adapter,
@@ -83,6 +84,8 @@ def gather_inputs(
         model_args.lora_target_modules = [target]
     parts = [(fetch_model(name, training_args), revision) for name, revision in parts]
     processing_class = load_processing_class(parts, training_args.trust_remote_code)
+    if script_args.merge_adapter:
+        check_can_merge(parts)
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     data = format_data(data, script_args, processing_class)
     on_main_process(lambda: check_prompts(data.prompts, data.test if training_args.do_eval else None))  # reads all

@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import is_peft_model
 
 from ..errors import InputError
-from .quantized import check_engine, engine_config, float_class, full_layer, is_quantized
+from .quantized import check_engine, engine_config, float_class, full_layer, is_quantized, unsharded
 from .stochastic_rounding import noise_seed, round_stochastically
 
 
@@ -139,10 +139,8 @@ def _copy_in_float32(module: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-def _float32(tensor: Any) -> torch.Tensor:  # or a DTensor
-    if hasattr(tensor, "full_tensor"):  # sharded over ranks under FSDP2
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return tensor.detach().to(torch.float32, copy=True)
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return unsharded(tensor).to(torch.float32, copy=True)
 
 
 def _placed_like(weight: torch.Tensor, parameter: Any) -> torch.Tensor:
@@ -170,10 +168,14 @@ def needs_copies(model: Any) -> bool:
     layers = [module for module in model.modules() if _has_adapter(module)] if is_peft_model(model) else []
     for layer in layers:
         base = layer.get_base_layer()
-        types = {weight.dtype for weight in base.parameters()}
-        if not (is_quantized(base) or (types and types <= set(_FLOATS.values()))):
+        weights = [weight for name, weight in base.named_parameters() if name != "bias"]
+        packed = {type(each).__name__ for each in weights} - {"Parameter", "DTensor"}  # torchao's, in a Linear
+        if not is_quantized(base) and (
+            packed or not weights or {each.dtype for each in weights} - set(_FLOATS.values())
+        ):
+            kind = type(base).__name__ + (f" with weights of type {', '.join(sorted(packed))}" if packed else "")
             raise InputError(
-                f"The adapter is on layers of type {type(base).__name__}, and cannot be merged into them for vLLM: "
+                f"The adapter is on layers of type {kind}, and cannot be merged into them for vLLM: "
                 "load the unquantized model, with `load_in_4bit` to save memory, or set `use_vllm` to False."
             )
     if layers:

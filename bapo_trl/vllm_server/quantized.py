@@ -15,6 +15,7 @@ import torch
 from trl.generation import vllm_generation
 
 from ..errors import InputError
+from ..upstream.stored_model import stored_quantization
 from ..upstream.trl_compat import VLLMGeneration
 
 
@@ -24,7 +25,17 @@ _BYTES = 2  # of a weight in the engine: vLLM holds float32 models in bfloat16 a
 
 def is_quantized(layer: torch.nn.Module) -> bool:
     """Return whether a layer has a weight that bitsandbytes quantized, itself: an adapter's layer has none."""
-    return type(layer._parameters.get("weight")).__name__ in _LAYERS.values()
+    weight = layer._parameters.get("weight")
+    if hasattr(weight, "full_tensor"):  # sharded under FSDP2, it has lost its type
+        return getattr(layer, "quant_state", None) is not None
+    return type(weight).__name__ in _LAYERS.values()
+
+
+def unsharded(tensor: Any) -> torch.Tensor:
+    """Return a tensor that may be sharded over the ranks, as under FSDP2, as a whole."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.detach()
 
 
 def full_layer(layer: Any) -> torch.nn.Linear:
@@ -33,7 +44,7 @@ def full_layer(layer: Any) -> torch.nn.Linear:
     full = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     full.weight = torch.nn.Parameter(weight, requires_grad=False)
     if layer.bias is not None:
-        full.bias = torch.nn.Parameter(layer.bias.detach().to(torch.float32, copy=True), requires_grad=False)
+        full.bias = torch.nn.Parameter(unsharded(layer.bias).to(torch.float32, copy=True), requires_grad=False)
     return full
 
 
@@ -45,9 +56,9 @@ def _full_weight(layer: Any) -> torch.Tensor:
     if type(weight).__name__ == "Int8Params":
         scales = layer.state.SCB if weight.SCB is None else weight.SCB  # the first forward pass moves them
         return int8_vectorwise_dequant(weight.data, scales)
-    state = copy.copy(weight.quant_state)
+    state = copy.copy(layer.quant_state)
     state.dtype = layer.compute_dtype or state.dtype  # a forward pass rounds to the type that it computes in
-    return dequantize_4bit(weight.data, state)
+    return dequantize_4bit(unsharded(weight), state)
 
 
 def float_class(layer: Any) -> type:
@@ -94,6 +105,7 @@ def unquantized_engine() -> Iterator[None]:
     init, has_bitsandbytes = of_trl._init_vllm, vllm_generation.is_bitsandbytes_available
 
     def init_unquantized(generation: Any) -> None:
+        check_stored_model(generation.model)
         if generation.accelerator.device.type == "cuda":
             total = torch.cuda.get_device_properties(generation.accelerator.device).total_memory
             check_engine_memory(generation, total)
@@ -105,6 +117,12 @@ def unquantized_engine() -> Iterator[None]:
         yield
     finally:
         of_trl._init_vllm, vllm_generation.is_bitsandbytes_available = init, has_bitsandbytes
+
+
+def check_stored_model(model: Any) -> None:
+    """Raise an `InputError` for a model that is stored quantized, as vLLM would load it."""
+    if any(map(is_quantized, model.modules())):
+        check_engine(model, {"quantization": stored_quantization(model.name_or_path)})
 
 
 def check_engine_memory(generation: Any, gpu_memory: int) -> None:

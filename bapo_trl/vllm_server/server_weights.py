@@ -1,8 +1,8 @@
 """The proof that a vLLM server samples from the trainer's weights as a part of the trainer."""
 
+from ..batch.injected import InjectedRollouts
 from ..batch.scoring import pad_tokens
 from ..parts import Part
-from ..rollouts.injected import InjectedRollouts
 from ..upstream.vllm_weights import has_sent_weights, send_weights
 from .stale_server import StaleServerCheck, make_server_check
 

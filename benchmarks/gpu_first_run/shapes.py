@@ -22,8 +22,24 @@ class Shape:
     vocabulary: int
     ties_embeddings: bool
 
+    def config(self, **tokens: int | None) -> Qwen2Config:
+        return Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            tie_word_embeddings=self.ties_embeddings,
+            max_position_embeddings=32768,
+            architectures=["Qwen2ForCausalLM"],
+            **tokens,
+        )
+
 
 QWEN_05B = Shape(896, 4864, 24, 14, 2, 151936, True)
+QWEN_15B = Shape(1536, 8960, 28, 12, 2, 151936, True)
+QWEN_3B = Shape(2048, 11008, 36, 16, 2, 151936, True)
 QWEN_7B = Shape(3584, 18944, 28, 28, 4, 152064, False)
 TINY = Shape(64, 128, 1, 2, 1, 320, True)
 
@@ -118,19 +134,7 @@ SIZES = {
 def make_model(shape: Shape, device: str, dtype: torch.dtype, seed: int) -> Qwen2ForCausalLM:
     """Return a model with random weights, created on the device."""
     tokenizer = character_tokenizer()
-    config = Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        tie_word_embeddings=shape.ties_embeddings,
-        max_position_embeddings=32768,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    config = shape.config(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -3,12 +3,15 @@
 import json
 
 import pytest
+import yaml
 from PIL import Image
 from scipy import stats
 
 from bapo_trl.compare.results import Row, write_row
+from bapo_trl.plan.memory import GIB
 from benchmarks import common, llm_speed, pages, study_figures
 from benchmarks.common import RESULTS
+from benchmarks.gpu_first_run.shapes import QWEN_15B
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
@@ -116,6 +119,18 @@ def test_the_accuracies_of_the_methods_are_drawn_as_published(tmp_path):
     study_figures.draw_methods(tmp_path / "figure.png")
     with Image.open(tmp_path / "figure.png") as drawn, Image.open(common.ROOT / "docs" / "methods_study.png") as shown:
         assert drawn.size == shown.size
+
+
+def test_the_recipe_in_4_bits_fits_the_gpu_that_the_page_names():
+    recipe = yaml.safe_load((pages.ROOT / "recipes/qlora_small.yaml").read_text())
+    assert recipe["model_name_or_path"] == "Qwen/Qwen2.5-1.5B-Instruct"
+    memory, engine = pages.qlora_memory(QWEN_15B)
+    (row,) = (line for line in pages.qlora_memory_table().splitlines() if "1.5B" in line)
+    gpu = int(row.split()[-3])
+    of_vllm = recipe["vllm_gpu_memory_utilization"] * gpu * GIB
+    a_sample = 2 * 2 * 28 * 2 * 128 * recipe["vllm_max_model_length"]  # keys and values of its layers in bfloat16
+    assert engine + recipe["per_device_train_batch_size"] * a_sample < of_vllm
+    assert memory.update + of_vllm < 0.9 * gpu * GIB
 
 
 def test_ratios_of_speed_are_of_pairs():

@@ -44,7 +44,8 @@ OF_OTHERS = {
     *("weight-transfer-config", "tensor-parallel-size", "enforce-eager", "gpu-memory-utilization"),
     *("kv-cache-memory-bytes", "enable-lora"),
     *("disable-pip-version-check", "no-deps", "only-binary", "quiet", "dest", "index-url", "nv"),  # pip, apptainer
-    *("signal", "gpus_per_node", "tensor_parallel_size", "parts", "chat_model", "minutes"),  # sbatch, benchmarks
+    *("signal", "gpus_per_node", "tensor_parallel_size"),  # sbatch
+    *("parts", "chat_model", "minutes", "in_4_bits"),  # benchmarks
 }
 
 

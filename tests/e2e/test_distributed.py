@@ -105,8 +105,9 @@ def test_a_resumed_run_equals_the_straight_one(runs, engine, uses_lora):
         assert {key: log.get(key) for key in names} == {key: expected.get(key) for key in names}
 
 
-def test_zero3_sends_merged_copies_of_an_adapter_and_keeps_the_base(tmp_path):
-    fork("cpu_zero3", ["-m", "tests.helpers.adapter_worker", str(tmp_path)])
+@pytest.mark.parametrize("bits", ["16", "4"])
+def test_zero3_sends_merged_copies_of_an_adapter_and_keeps_the_base(tmp_path, bits):
+    fork("cpu_zero3", ["-m", "tests.helpers.adapter_worker", str(tmp_path), "", bits])
     assert_all_sent(tmp_path, **ENGINES["cpu_zero3"])
 
 

@@ -23,7 +23,7 @@ from bapo_trl.script.memory import (
     shape_of,
 )
 from bapo_trl.script.plan import as_in_processes, sharding_of
-from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_7B, SIZES, Shape, lora, make_model
+from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_7B, SIZES, lora
 from benchmarks.gpu_first_run.trainers import PROMPT_TOKENS, Setup, settings_for
 from tests.helpers.commands import ROOT
 
@@ -41,10 +41,6 @@ def on_gpu(folder, **settings):
             return BAPOConfig(folder, use_cpu=True, bf16=True, **settings)
 
 
-def config_of(shape: Shape):
-    return make_model(shape, "meta", torch.float32, 0).config
-
-
 def measured():
     """Yield the load and the peak of each measurement of an update's memory."""
     for card in ("h100", "h200"):
@@ -60,7 +56,7 @@ def test_the_peak_of_an_update_is_that_of_a_gpu(name, peak, tmp_path):
     args.use_cpu = False  # as it was there
     adapter = lora() if load.uses_lora else None
     dtype = torch.bfloat16 if load.uses_lora else torch.float32
-    plan = plan_memory(args, config_of(load.shape), dtype, PROMPT_TOKENS, 0, adapter)
+    plan = plan_memory(args, load.shape.config(), dtype, PROMPT_TOKENS, 0, adapter)
     (found,) = plan.columns.values()
     assert found.update == pytest.approx(peak, rel=0.05)
     kept = found.weights + found.gradients + found.optimizer
@@ -108,13 +104,13 @@ def test_without_checkpointing_a_layer_keeps_what_autograd_keeps(precision, uses
 @pytest.mark.parametrize("shape", [QWEN_05B, QWEN_7B])
 def test_gradient_checkpointing_needs_a_fraction(shape):
     for adapter, precision in ((None, MIXED), (lora(), BF16)):
-        model, batch = shape_of(config_of(shape), adapter), BatchShape(4, 100, 2000)
+        model, batch = shape_of(shape.config(), adapter), BatchShape(4, 100, 2000)
         with_, without = (activations(model, precision, batch, checkpointing) for checkpointing in (True, False))
         assert with_ < 0.35 * without
 
 
 def test_lora_keeps_no_gradients_of_the_frozen_weights():
-    config, adapter = config_of(QWEN_05B), lora()
+    config, adapter = QWEN_05B.config(), lora()
     full, tuned = shape_of(config), shape_of(config, adapter)
     assert adapter.target_modules == "all-linear"  # as it was given
     assert full.trained == full.weights == tuned.weights == 494_032_768
@@ -129,11 +125,11 @@ def test_lora_keeps_no_gradients_of_the_frozen_weights():
 def test_a_saved_adapter_is_trained_on():
     saved = lora()
     saved.inference_mode = True
-    assert shape_of(config_of(QWEN_05B), saved).trained == 8_798_208
+    assert shape_of(QWEN_05B.config(), saved).trained == 8_798_208
 
 
 def test_zero_divides_the_states_and_ddp_copies_the_gradients():
-    shape = shape_of(config_of(QWEN_05B))
+    shape = shape_of(QWEN_05B.config())
 
     def states(*sharding):
         found = model_states("adamw_torch_fused", shape, BF16, Sharding(*sharding))
@@ -159,7 +155,7 @@ def test_the_launcher_says_how_a_model_is_divided(tmp_path, monkeypatch):
 
 def test_a_rank_of_zero_3_gathers_weights_while_it_computes_and_samples(tmp_path):
     args = BAPOConfig(tmp_path, use_cpu=True, bf16=False)
-    shape, batches = shape_of(config_of(QWEN_7B)), [BatchShape(1, 100, 900)]
+    shape, batches = shape_of(QWEN_7B.config()), [BatchShape(1, 100, 900)]
     alone, divided = (
         estimate(args, shape, BF16, batches, 4, True, sharding=Sharding(8, stage, True)) for stage in (2, 3)
     )
@@ -173,7 +169,7 @@ def test_a_rank_of_zero_3_gathers_weights_while_it_computes_and_samples(tmp_path
     [("adamw_torch_fused", 8), ("adamw_8bit", 2), ("sgd", 0), ("lion_32bit", 4), ("paged_lion_8bit", 1)],
 )
 def test_optimizers_differ_in_their_states(optim, per_weight):
-    shape = shape_of(config_of(QWEN_05B))
+    shape = shape_of(QWEN_05B.config())
     assert model_states(optim, shape, MIXED, Sharding()).optimizer == per_weight * shape.weights
 
 
@@ -183,7 +179,7 @@ def test_4_bits_leave_embeddings_head_and_norms():
     four_bits = quantized_weight_bytes({"load_in_4bit": True, "bnb_4bit_use_double_quant": False})
     assert four_bits == 0.5625  # and 4 bytes for each 64 weights
     assert 0.5 < quantized_weight_bytes({"_load_in_4bit": True, "bnb_4bit_use_double_quant": True}) < 0.52
-    shape = shape_of(config_of(QWEN_7B), lora())
+    shape = shape_of(QWEN_7B.config(), lora())
     quantized = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 3584 * 18944)
     assert shape.linear == quantized
     states = model_states("adamw_torch", shape, Precision(2, 2, four_bits), Sharding())
@@ -193,13 +189,13 @@ def test_4_bits_leave_embeddings_head_and_norms():
 
 def test_vllm_the_reference_model_and_sampling(tmp_path):
     args = BAPOConfig(tmp_path, use_cpu=True, bf16=False, num_generations=2, per_device_train_batch_size=2)
-    shape, batches = shape_of(config_of(QWEN_05B)), [BatchShape(2, 100, 900)]
+    shape, batches = shape_of(QWEN_05B.config()), [BatchShape(2, 100, 900)]
     alone = estimate(args, shape, MIXED, batches, 64, True)
     cache = 64 * 1000 * 2 * 24 * 128 * 4  # samples, tokens, keys and values, layers, width, bytes
     assert alone.sampling > alone.weights + alone.optimizer + cache
     args.beta = 0.1
     assert estimate(args, shape, MIXED, batches, 64, True).update == alone.update + alone.weights
-    with_lora = estimate(args, shape_of(config_of(QWEN_05B), lora()), MIXED, batches, 64, True)
+    with_lora = estimate(args, shape_of(QWEN_05B.config(), lora()), MIXED, batches, 64, True)
     assert with_lora.reference == 0
     args.beta, args.use_vllm, args.vllm_mode = 0.0, True, "colocate"
     with_vllm = estimate(args, shape, MIXED, batches, 64, True, gpu_memory=80 * GIB)
@@ -210,7 +206,7 @@ def test_vllm_the_reference_model_and_sampling(tmp_path):
 
 
 def test_a_mean_length_counts_where_micro_batches_are_balanced(tmp_path):
-    config = config_of(QWEN_05B)
+    config = QWEN_05B.config()
     settings = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 8, "max_completion_length": 4000}
 
     def at_limit_and_mean(mean=500, **others):

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from bapo_trl.errors import InputError
 from tests.helpers.alike import assert_same_tensors
-from tests.helpers.script_runs import completions, fill_folder, results, run
+from tests.helpers.script_runs import chat_tokenizer, completions, fill_folder, results, run
 from tests.script.test_models import logits
 
 
@@ -76,3 +77,16 @@ def test_the_plan_has_the_memory_of_both(in_folder, monkeypatch, capsys):
     assert "vLLM holds the model unquantized: 0.00 GiB of weights in bfloat16." in capsys.readouterr().out
     run(**{**settings, "load_in_4bit": "false"})
     assert "unquantized" not in capsys.readouterr().out
+
+
+def test_a_base_that_is_stored_in_4_bits_trains_and_cannot_be_merged(in_folder):
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained("model", quantization_config=quantization).save_pretrained("stored")
+    chat_tokenizer(None).save_pretrained("stored")
+    stored = {**IN_4_BITS, "dataset_name": "train.jsonl", "load_in_4bit": "false", "model_name_or_path": "stored"}
+    with pytest.raises(InputError, match=r"the base model stored is stored quantized \('bitsandbytes'\)"):
+        run(**stored, output_dir="of_stored", merge_adapter="true")
+    run(**stored, output_dir="of_stored")
+    assert load_file("of_stored/adapter_model.safetensors")
+    with pytest.raises(InputError, match="is stored quantized"):
+        run(do_train="false", model_name_or_path="of_stored", output_dir="of_stored", merge_adapter="true")

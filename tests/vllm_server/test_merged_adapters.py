@@ -254,8 +254,11 @@ def test_a_transfer_that_fails_leaves_nothing_merged(monkeypatch, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_ranks_send_the_same_and_keep_their_base_weights(tmp_path, how):
-    succeeded(run_python(["-m", "tests.helpers.adapter_worker", tmp_path, how], ranks=2))
+@pytest.mark.parametrize("bits", ["16", "4"])
+def test_ranks_send_the_same_and_keep_their_base_weights(tmp_path, how, bits):
+    if bits == "4":
+        pytest.importorskip("bitsandbytes")
+    succeeded(run_python(["-m", "tests.helpers.adapter_worker", tmp_path, how, bits], ranks=2))
     assert_all_sent(tmp_path)
 
 

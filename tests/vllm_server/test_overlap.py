@@ -11,9 +11,9 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.batch.injected import InjectedRollouts
 from bapo_trl.batch.staleness import mean_staleness
 from bapo_trl.checkpoints.stop_signals import StopSignals
-from bapo_trl.rollouts.injected import InjectedRollouts
 from bapo_trl.vllm_server import client
 from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.commands import succeeded

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import IA3Config, LoraConfig
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from bapo_trl.errors import InputError
 from bapo_trl.vllm_server.merged_adapters import send_merged_copies
 from bapo_trl.vllm_server.quantized import check_engine, check_engine_memory, prepare_quantized
 from tests.helpers.alike import assert_same_tensors
-from tests.helpers.scripted_llm import colocate_trainer
+from tests.helpers.scripted_llm import ScriptedLLM, colocate_trainer
 from tests.helpers.toy import toy_model
 
 
@@ -137,20 +137,58 @@ def test_an_engine_that_holds_the_model_quantized(monkeypatch, tmp_path):
         check_engine(trainer.model, {"quantization": "bitsandbytes"})
 
 
-class PackedLinear(torch.nn.Linear):
-    """Has no weights that are parameters, as GPTQ's and AWQ's."""
+def test_a_base_that_is_stored_in_4_bits(monkeypatch, tmp_path):
+    base_model().save_pretrained(tmp_path / "full")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "full", **loading(NF4))
+    with pytest.raises(InputError, match=r"\('bitsandbytes'\), .*: train the unquantized model with `load_in_4bit`"):
+        colocate_trainer(monkeypatch, tmp_path / "run", model=stored, trainer_args={"peft_config": LORA})
+    assert not ScriptedLLM.made  # which takes minutes
+
+
+def packed(weight: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+
+
+class WeightInBuffers(torch.nn.Linear):
+    """As GPTQ's and AWQ's layers."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.qweight = self.weight.detach().to(torch.int32)
-        self.weight = self.bias = None
+        self.register_buffer("qweight", self.weight.detach().to(torch.int32))
+        self.weight = None
 
 
-def test_an_adapter_on_another_type_of_quantized_layer(monkeypatch, tmp_path):
+class PackedWeight(torch.nn.Linear):
+    """As HQQ's, EETQ's and AQLM's."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.weight_scales, self.weight = self.weight, packed(self.weight)
+
+
+class Int8Tensor(torch.Tensor):
+    """Says that it is of the type that it stands for, as torchao's."""
+
+
+class LinearOfTorchao(torch.nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.weight = torch.nn.Parameter(self.weight.detach().as_subclass(Int8Tensor))
+
+
+@pytest.mark.parametrize(
+    ("layer_type", "name"),
+    [
+        (WeightInBuffers, "WeightInBuffers"),
+        (PackedWeight, "PackedWeight"),
+        (LinearOfTorchao, "LinearOfTorchao with weights of type Int8Tensor"),
+    ],
+)
+def test_an_adapter_on_another_type_of_quantized_layer(monkeypatch, tmp_path, layer_type, name):
     trainer, _ = colocate_trainer(
         monkeypatch, tmp_path / "run", trainer_args={"peft_config": LoraConfig(target_modules=["q_proj"])}
     )
     layer = trainer.model.base_model.model.model.layers[0].self_attn.q_proj
-    layer.base_layer = PackedLinear(16, 16)
-    with pytest.raises(InputError, match=r"on layers of type PackedLinear, .* `load_in_4bit`"):
+    layer.base_layer = layer_type(16, 16)
+    with pytest.raises(InputError, match=rf"on layers of type {name}, .* `load_in_4bit`"):
         send_merged_copies(SimpleNamespace(model=trainer.model))
