@@ -373,6 +373,8 @@ class BAPOTrainer(AtomicCheckpoints):
         with self._clock.phase("weights"):
             if self._last_loaded_step != self.state.global_step:
                 self._server.generate(self._send_weights, is_first_request=True)
+                if self._server_check is not None and not self._server_check.is_due():
+                    return  # the next request waits
             self._ask_server(pad_completions(*samples, self._tokenizer.pad_token_id, self.accelerator.device))
 
     def _send_weights(self) -> None:
