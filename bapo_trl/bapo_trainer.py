@@ -208,12 +208,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _time_transfers(self) -> None:
         sync_weights = self.vllm_generation.sync_weights
-
-        def timed_sync():
-            with self._clock.phase("weights"):
-                sync_weights()
-
-        vars(self.vllm_generation)["sync_weights"] = timed_sync
+        vars(self.vllm_generation)["sync_weights"] = lambda: self._clock.timed(sync_weights, "weights")()
 
     def _parts_of_loss(self) -> list[str]:
         """Return the parts of the loss besides the policy loss."""

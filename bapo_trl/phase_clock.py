@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -44,6 +45,15 @@ class PhaseClock(TrainerCallback):
             yield
         finally:
             self._switch(outer)
+
+    def timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a function whose calls count as the phase."""
+
+        def within_phase(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return call(*args, **kwargs)
+
+        return within_phase
 
     def pause(self):
         """Count no time inside this context, whatever phases it has."""

@@ -4,12 +4,13 @@ from itertools import pairwise
 
 import pytest
 from transformers import Trainer, TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl import phase_clock
+from bapo_trl import BAPOConfig, BAPOTrainer, phase_clock
+from bapo_trl.evaluation.sampling import EvaluatedGRPOTrainer
 from bapo_trl.phase_clock import PHASES, PhaseClock
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
-from tests.helpers.toy import digits_reward, toy_dataset, toy_run, training_logs
+from tests.helpers.toy import digits_reward, toy_dataset, toy_run, toy_trainer, training_logs
 
 
 class Time:
@@ -99,18 +100,28 @@ TAKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [{}, {"replay_fraction": 0.5}, {"partial_rollout_oversampling": 1.5}], ids=str)
-def test_the_phases_of_a_run_add_up_to_its_wall_time(tmp_path, monkeypatch, time, settings):
+@pytest.mark.parametrize(
+    ("classes", "settings"),
+    [
+        ((BAPOTrainer, BAPOConfig), {}),
+        ((BAPOTrainer, BAPOConfig), {"replay_fraction": 0.5}),
+        ((BAPOTrainer, BAPOConfig), {"partial_rollout_oversampling": 1.5}),
+        ((EvaluatedGRPOTrainer, GRPOConfig), {}),  # of `method: trl`
+    ],
+    ids=["plain", "replay", "partial rollouts", "trl"],
+)
+def test_the_phases_of_a_run_add_up_to_its_wall_time(tmp_path, monkeypatch, time, classes, settings):
     for (owner, name), seconds in TAKEN.items():
         monkeypatch.setattr(owner, name, time.passing(getattr(owner, name), seconds))
     for name in ("evaluation_loop", "_save_checkpoint"):
         monkeypatch.setattr(Trainer, name, time.passing_outside(getattr(Trainer, name)))
     wall = Wall(time)
     often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8}
-    trainer = toy_run(
-        tmp_path, reward_funcs=time.passing(digits_reward, 13), per_device_eval_batch_size=3, **often, **settings,
-        trainer_args={"callbacks": [wall], "eval_dataset": toy_dataset(2)},
+    trainer = toy_trainer(
+        tmp_path, None, *classes, reward_funcs=time.passing(digits_reward, 13), per_device_eval_batch_size=3,
+        **often, **settings, trainer_args={"callbacks": [wall], "eval_dataset": toy_dataset(2)},
     )  # fmt: skip
+    trainer.train()
     assert time.outside > 5000
     logs = training_logs(trainer)
     phases = {name: [log[f"time/{name}"] for log in logs] for name in PHASES}
