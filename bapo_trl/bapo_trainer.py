@@ -171,9 +171,8 @@ class BAPOTrainer(AtomicCheckpoints):
         fixes.reset_grpo_state(self)
         self._log_window = LogWindow(self)
         self._data_place = DataPlace(self)
-        self.pop_callback(PhaseClock)  # of an earlier run
         self._clock = PhaseClock(self._log_values)
-        self.add_callback(self._clock)
+        self._clock.put_last(self)
         self._settings = own_settings(self.args)
         trains_as_padded = self.args.micro_batch_layout == "padded" and not (
             self.args.uses_replay or self.args.uses_partial_rollouts

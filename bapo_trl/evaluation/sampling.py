@@ -158,13 +158,16 @@ class EvaluatedGRPOTrainer(SamplesCompletions, AtomicCheckpoints):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._clock = PhaseClock(self._log_times)
-        self.add_callback(self._clock)
         parts = {"_prepare_inputs": "other", "_generate": "generation", "_calculate_rewards": "rewards"}
         for name, phase in parts.items():
             vars(self)[name] = self._clock.timed(getattr(self, name), phase)
         if self.use_vllm:
             vllm = self.vllm_generation
             vars(vllm)["sync_weights"] = self._clock.timed(vllm.sync_weights, "weights")
+
+    def train(self, *args, **kwargs):
+        self._clock.put_last(self)
+        return super().train(*args, **kwargs)
 
     def _log_times(self, times: Mapping[str, float]) -> None:
         for name, seconds in times.items():
