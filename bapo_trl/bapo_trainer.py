@@ -119,11 +119,11 @@ class BAPOTrainer(ResumableParts):
         self._known_logps: list[list[float | None]] | None = None  # set from a generation until TRL scores it
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
         self.phase_clock = PhaseClock(self._log_values)
-        self.add_callback(self.phase_clock)
         self.server_retries = None
         if self.use_vllm:
             send_merged_copies(self)
-            self.phase_clock.time_calls(self.vllm_generation, "sync_weights", "weights")
+            sync_weights = self.phase_clock.timed(self.vllm_generation.sync_weights, "weights")
+            vars(self.vllm_generation)["sync_weights"] = sync_weights
         if uses_vllm_server(self):
             from .vllm_server.retries import ServerRetries  # needs requests, which only a server does
 
@@ -174,6 +174,7 @@ class BAPOTrainer(ResumableParts):
 
     def _reset_run_state(self) -> None:
         fixes.reset_grpo_state(self)
+        self.phase_clock.put_last(self)
         if own_settings(self.args) != self._settings:  # changed between two runs
             self._settings, self.parts = own_settings(self.args), self._make_parts()
         trains_as_padded = self.args.micro_batch_layout == "padded" and not (

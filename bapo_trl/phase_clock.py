@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 
 PHASES = ("generation", "weights", "scoring", "rewards", "training", "waiting", "other")
@@ -46,15 +46,19 @@ class PhaseClock(TrainerCallback):
         finally:
             self._switch(outer)
 
-    def time_calls(self, owner: Any, name: str, phase: str) -> None:
-        """Count the calls of a method of an object as a phase."""
-        call = getattr(owner, name)
+    def put_last(self, trainer: Trainer) -> None:
+        """Add this callback to a trainer, in place of an earlier clock, after those whose time it leaves out."""
+        trainer.pop_callback(PhaseClock)
+        trainer.add_callback(self)
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(phase):
+    def timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return a function whose calls count as the phase."""
+
+        def within_phase(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
                 return call(*args, **kwargs)
 
-        vars(owner)[name] = timed
+        return within_phase
 
     def pause(self):
         """Count no time inside this context, whatever phases it has."""
@@ -87,6 +91,12 @@ class PhaseClock(TrainerCallback):
         self._log({f"time/{name}": seconds for name, seconds in self._seconds.items()})
         self._since_rates += sum(self._seconds.values())
         self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    def on_save(self, args, state, control, **kwargs):
+        """Leave out what the callbacks before this one did after the save or the evaluation, such as a report."""
+        self._since = perf_counter()
+
+    on_evaluate = on_save
 
     def on_train_end(self, args, state, control, **kwargs):
         self._phase = None

@@ -5,6 +5,7 @@ from ..batch.scoring import score_generation
 from ..parts import Part
 from ..upstream.trl_compat import split_tensor_dict
 from .mismatch import DifferenceCheck, compare_with_sampler
+from .quantized import is_quantized
 
 
 class SamplerComparison(Part):
@@ -13,7 +14,10 @@ class SamplerComparison(Part):
     def reset(self, run):
         self._run, args = run, run.args
         self._check_difference = DifferenceCheck(
-            args.vllm_logp_tolerance, args.biased_settings, run.accelerator.is_main_process
+            args.vllm_logp_tolerance,
+            args.biased_settings,
+            warns=run.accelerator.is_main_process,
+            is_quantized=any(map(is_quantized, run.model.modules())),
         )
 
     def check(self, batch, rollouts):

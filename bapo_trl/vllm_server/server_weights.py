@@ -20,6 +20,8 @@ class ServerWeights(Part):
         with run.phase_clock.phase("weights"):
             if not has_sent_weights(run):
                 run.server_retries.generate(lambda: send_weights(run), is_first_request=True)
+                if self._check is not None and not self._check.is_due():
+                    return  # the next request waits
             self._ask(pad_tokens(run, rollouts.prompt_ids, rollouts.token_ids))
 
     def check(self, batch, rollouts):
