@@ -171,9 +171,8 @@ class BAPOTrainer(AtomicCheckpoints):
         fixes.reset_grpo_state(self)
         self._log_window = LogWindow(self)
         self._data_place = DataPlace(self)
-        self.pop_callback(PhaseClock)  # of an earlier run
         self._clock = PhaseClock(self._log_values)
-        self.add_callback(self._clock)
+        self._clock.put_last(self)
         self._settings = own_settings(self.args)
         trains_as_padded = self.args.micro_batch_layout == "padded" and not (
             self.args.uses_replay or self.args.uses_partial_rollouts
@@ -208,12 +207,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _time_transfers(self) -> None:
         sync_weights = self.vllm_generation.sync_weights
-
-        def timed_sync():
-            with self._clock.phase("weights"):
-                sync_weights()
-
-        vars(self.vllm_generation)["sync_weights"] = timed_sync
+        vars(self.vllm_generation)["sync_weights"] = lambda: self._clock.timed(sync_weights, "weights")()
 
     def _parts_of_loss(self) -> list[str]:
         """Return the parts of the loss besides the policy loss."""
@@ -373,6 +367,8 @@ class BAPOTrainer(AtomicCheckpoints):
         with self._clock.phase("weights"):
             if self._last_loaded_step != self.state.global_step:
                 self._server.generate(self._send_weights, is_first_request=True)
+                if self._server_check is not None and not self._server_check.is_due():
+                    return  # the next request waits
             self._ask_server(pad_completions(*samples, self._tokenizer.pad_token_id, self.accelerator.device))
 
     def _send_weights(self) -> None:

@@ -16,6 +16,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +87,8 @@ def with_system(row: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": [{"role": "system", "content": "Work it out."}, *row["prompt"]]}
 
 
-def start(name: str, train: Dataset, steps: int) -> tuple[Any, Any]:
-    """Return the chat model, after a warm-up with 32 worked answers per step, and its tokenizer."""
+def start(name: str, train: Dataset, steps: int, model: Path) -> tuple[Any, Any]:
+    """Return the chat model of a folder, after a warm-up with 32 worked answers per step, and its tokenizer."""
     work_out = TASKS[name].work_out
 
     def worked(row: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def start(name: str, train: Dataset, steps: int) -> tuple[Any, Any]:
         )  # fmt: skip
         lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear")
         lessons = train.map(worked, remove_columns=train.column_names)
-        trainer = SFTTrainer(str(smollm2_path()), args, train_dataset=lessons, peft_config=lora)
+        trainer = SFTTrainer(str(model), args, train_dataset=lessons, peft_config=lora)
         trainer.train()
     return trainer.model.merge_and_unload().to(torch.bfloat16), trainer.processing_class
 
@@ -124,18 +125,25 @@ def sampled(model, tokenizer, rows: Dataset, max_new_tokens: int = 64) -> tuple[
     return rewards, lengths
 
 
+def write_task(name: str, folder: Path, steps: int, model: Path) -> tuple[Any, Any, Dataset]:
+    """Write a task's problems and the model after its warm-up; return model, tokenizer and held-out problems."""
+    train, held_out = problems(name)
+    trained, tokenizer = start(name, train, steps, model)
+    trained.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for split, rows in (("train", train), ("test", held_out)):
+        rows.to_json(folder / f"{split}.jsonl")
+    return trained, tokenizer, held_out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--steps", type=int, help="steps of the supervised start, to try others")
     options = parser.parse_args()
-    train, held_out = problems(options.task)
-    model, tokenizer = start(options.task, train, options.steps or TASKS[options.task].steps)
     folder = ROOT / "outputs" / "tasks" / f"chat_{options.task}"
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    for name, rows in (("train", train), ("test", held_out)):
-        rows.to_json(folder / f"{name}.jsonl")
+    steps = options.steps or TASKS[options.task].steps
+    model, tokenizer, held_out = write_task(options.task, folder, steps, smollm2_path())
     rewards, lengths = sampled(model.eval(), tokenizer, held_out)
     for what, is_right in (("right", True), ("wrong", False)):
         some = [length for reward, length in zip(rewards, lengths, strict=True) if (reward == 1) == is_right]

@@ -24,7 +24,7 @@ from benchmarks.common import save_result, spread
 
 GOAL = 1.1
 STEPS = 4  # updates in a pass over a rollout batch
-WARMUP = 2  # generation steps that do not count
+WARMUP = 12  # generation steps that do not count, after which the server is checked at every tenth transfer
 SIZES = {
     "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 8,

@@ -16,6 +16,7 @@ from trl.data_utils import prepare_multimodal_messages
 from ..bapo_trainer import BAPOTrainer
 from ..checkpoints.atomic import AtomicCheckpoints
 from ..checkpoints.rank_errors import on_main_process
+from ..phase_clock import PhaseClock
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
 from .answers import Text
 
@@ -150,9 +151,39 @@ class EvaluatedTrainer(SamplesCompletions, BAPOTrainer):
 
 
 class EvaluatedGRPOTrainer(SamplesCompletions, AtomicCheckpoints):
-    """TRL's [`~trl.GRPOTrainer`] with what an evaluation needs, and atomic checkpoints."""
+    """TRL's [`~trl.GRPOTrainer`] with what an evaluation needs, the `time/*` metrics, and atomic checkpoints."""
 
     dataset_title: str | None = None  # TRL's model card names no data
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._clock = PhaseClock(self._log_times)
+        parts = {"_prepare_inputs": "other", "_generate": "generation", "_calculate_rewards": "rewards"}
+        for name, phase in parts.items():
+            vars(self)[name] = self._clock.timed(getattr(self, name), phase)
+        if self.use_vllm:
+            vllm = self.vllm_generation
+            vars(vllm)["sync_weights"] = self._clock.timed(vllm.sync_weights, "weights")
+
+    def train(self, *args, **kwargs):
+        self._clock.put_last(self)
+        return super().train(*args, **kwargs)
+
+    def _log_times(self, times: Mapping[str, float]) -> None:
+        for name, seconds in times.items():
+            self._metrics["train"][name].append(seconds)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        with self._clock.phase("training" if torch.is_grad_enabled() else "scoring"):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        with self._clock.pause():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def _save_checkpoint(self, *args, **kwargs):
+        with self._clock.pause():
+            super()._save_checkpoint(*args, **kwargs)
 
     def _calculate_rewards(self, *args, **kwargs):
         rewards_per_func = super()._calculate_rewards(*args, **kwargs)

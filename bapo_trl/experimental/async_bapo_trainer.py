@@ -90,7 +90,6 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         self._copied_settings = copied_settings(self)
         self._sends_merged_copies = not self._lora_sync and needs_copies(self.model)
         self._clock = PhaseClock(self._log_values)
-        self.add_callback(self._clock)
         self._start_search()
 
     @property
@@ -99,6 +98,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
 
     def train(self, *args, **kwargs):
         check_copied(self, self._copied_settings)
+        self._clock.put_last(self)
         self._start_search()
         return super().train(*args, **kwargs)
 

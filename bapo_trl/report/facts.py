@@ -27,6 +27,7 @@ def facts_of(args: Any) -> dict[str, Any]:
         "can_refill": not args.replay_zero_advantage,
         "uses_vllm": args.use_vllm,
         "can_overlap": args.use_vllm and args.vllm_mode == "server" and not args.overlap_generation,
+        "can_carry_over": not (args.uses_partial_rollouts or args.overlap_generation),
         "can_use_sampler_logps": args.use_vllm and not args.takes_sampler_logps,
         "can_mask_truncated": not args.mask_truncated_completions,
     }

@@ -23,10 +23,18 @@ def seconds_of(logs: Logs) -> dict[str, float]:
     return seconds
 
 
-def largest_savings(seconds: Mapping[str, float], facts: Mapping[str, Any]) -> dict[str, float]:
+def largest_savings(logs: Logs, facts: Mapping[str, Any]) -> dict[str, float]:
     """Return the most seconds that each setting could save, the largest first."""
+    seconds = seconds_of(logs)
     generation = seconds["generation"]
+    metrics = ("frac_reward_zero_std", "completions/mean_length", "completions/max_length")
+    logged = [logs.points(name).values for name in metrics]
+    zero_advantage, length, longest = (float(np.mean(values)) if len(values) else 0.0 for values in logged)
     savings = {}
+    if facts.get("can_carry_over") and longest:  # the wait for the longest completions
+        savings["partial_rollout_oversampling"] = generation * (1 - length / longest)
+    if facts.get("can_refill"):  # the generation of what is not trained on
+        savings["replay_zero_advantage"] = generation * zero_advantage
     if facts.get("can_overlap"):
         savings["overlap_generation"] = min(generation, sum(seconds.values()) - generation)
     if facts.get("can_use_sampler_logps"):
@@ -43,8 +51,6 @@ def time_line(logs: Logs, facts: Mapping[str, Any]) -> str:
     largest = sorted(seconds.items(), key=lambda pair: -pair[1])
     parts = ", ".join(f"{name} {part / total:.0%}" for name, part in largest if part / total >= 0.005)
     line = f"Time: {logs.steps[-1]} updates took {total:,.0f} s, without evaluations and saves: {parts}."
-    savings = largest_savings(seconds, facts)
-    if savings:
-        saved = ", ".join(f"{name} {part / total:.0%}" for name, part in savings.items())
-        line += f" The most that a setting could save: {saved}."
-    return line
+    savings = largest_savings(logs, facts).items()
+    saved = ", ".join(f"{name} {part / total:.0%}" for name, part in savings if part / total >= 0.005)
+    return f"{line} The most that a setting could save: {saved}." if saved else line

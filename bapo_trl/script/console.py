@@ -150,9 +150,9 @@ class UpdateLines(TrainerCallback):
             seconds = {name: (step - last) * logs[f"time/{name}"] for name in PHASES}
             self._of_updates += seconds["training"] + seconds["other"]
             self._of_generations += sum(seconds.values()) - seconds["training"] - seconds["other"]
-            generations = [math.ceil(each / args.updates_per_generation) for each in (updates, updates + left)]
-            left_s = self._of_updates / updates * left
-            left_s += self._of_generations / generations[0] * (generations[1] - generations[0])
+            begun, total = (math.ceil(end / args.updates_per_generation) for end in (step, state.max_steps))
+            of_this_run = begun - first // args.updates_per_generation  # resumed within one, it begins it again
+            left_s = self._of_updates / updates * left + self._of_generations / of_this_run * (total - begun)
         else:
             left_s = (now - start) / updates * left
         return f"{(now - then) / (step - last):.2f}", str(timedelta(seconds=round(left_s)))

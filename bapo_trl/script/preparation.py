@@ -139,8 +139,8 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
         trainer.remove_callback(ProgressCallback)
         if sys.stderr.isatty():
             trainer.add_callback(ProgressBar)
-    trainer.add_callback(TrainingClock())
     trainer.add_callback(ReportUntilTheEnd({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
+    trainer.add_callback(TrainingClock())  # after the report, whose time it leaves out
     return trainer
 
 

@@ -1,6 +1,6 @@
 """Check whether a vLLM server has loaded the trainer's latest weights.
 
-After the weights are sent in each generation step, server and trainer compute the log-probabilities of a fixed token
+After the weights are sent in a generation step, server and trainer compute the log-probabilities of a fixed token
 sequence. The check compares their changes since an earlier reading, not their difference: a server with the new
 weights changes like the trainer, a server with old weights does not, and the difference in arithmetic cancels out.
 
@@ -24,10 +24,11 @@ from ..upstream.trl_compat import VLLMClient, uses_vllm_server
 
 NUM_SAMPLES, MAX_TOKENS = 8, 512  # of the sequence, which consists of the ends of some samples
 NUM_REPEATS = 3  # identical answers in a row, while the trainer changes, after which a server is considered stale
+NUM_FOLLOWED, INTERVAL = 10, 10  # checks in a row that held, and then transfers from one check to the next
 ROUNDING = 1e-6  # nats, for float32; lower precision shows as a larger difference between server and trainer
 
 SERVER_METRICS = ("sampling/server_followed",)
-"""Metric of each generation step with a server, defined in docs/metrics.md."""
+"""Metric of the generation steps in which the server was checked, defined in docs/metrics.md."""
 
 
 class Reading(NamedTuple):
@@ -88,13 +89,25 @@ class StaleServerCheck:
         self._followed: Reading | None = None
         self._moved: Reading | None = None
         self._repeats = 0
+        # Checks in a row at which the server had followed, and transfers since the latest check; the same on all ranks
+        self._num_followed = self._num_unchecked = 0
+
+    def is_due(self) -> bool:
+        """
+        Return whether to query the server after a transfer, if a request waits for it. Call this once a transfer.
+
+        It is due after each transfer until the server has followed at [`NUM_FOLLOWED`] checks in a row, then after
+        each [`INTERVAL`]-th one.
+        """
+        self._num_unchecked += 1
+        return self._num_followed < NUM_FOLLOWED or self._num_unchecked >= INTERVAL
 
     def ask_server(self, batch: dict[str, torch.Tensor]) -> None:
         """Query the server after a generation; the first one provides the sequence. The server must be idle."""
         if self._sequence is None:
             self._sequence = on_main_process(lambda: self._choose_sequence(batch))
         if self._sequence is not None:
-            self._answer = on_main_process(self._ask_server)
+            self._answer, self._num_unchecked = on_main_process(self._ask_server), 0
 
     def __call__(self, model: torch.nn.Module) -> dict[str, float]:
         """
@@ -114,6 +127,7 @@ class StaleServerCheck:
                 "log for an error of the weight transfer, and restart it with `bapo-trl serve --model MODEL`. To turn "
                 "this check off, set `vllm_logp_tolerance` to None."
             )
+        self._num_followed = 0 if math.isnan(share) else self._num_followed + 1
         return {} if math.isnan(share) else {"sampling/server_followed": share}
 
     def _choose_sequence(self, batch: dict[str, torch.Tensor]) -> list[int] | None:

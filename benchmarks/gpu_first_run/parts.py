@@ -10,6 +10,7 @@ from benchmarks.gpu_first_run.layouts import layout
 from benchmarks.gpu_first_run.runs import runs
 from benchmarks.gpu_first_run.sampled import chat, colocate, learns, qlora
 from benchmarks.gpu_first_run.sharded import sharded
+from benchmarks.gpu_first_run.to_accuracy import time_to_accuracy
 from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, free
 from benchmarks.gpu_first_run.updates import cost, memory, reads
 from benchmarks.lognormal_model import lognormal_model
@@ -60,13 +61,11 @@ def _time_rollouts(setup: Setup) -> dict:
 
 
 PARTS: dict[str, Callable[[Setup], dict[str, Case]]] = {
-    part.__name__: part
-    for part in (search, cost, layout, memory, reads, runs, rollouts, sharded, colocate, learns, chat, qlora)
-}  # fmt: skip
-OWN_PROCESS = (
-    "sharded",
-    "colocate",
-    "learns",
-    "chat",
-    "qlora",
-)  # parts whose cases have one each; the others share one
+    "time": time_to_accuracy,
+    **{
+        part.__name__: part
+        for part in (search, cost, layout, memory, reads, runs, rollouts, sharded, colocate, learns, chat, qlora)
+    },
+}
+# Parts whose cases have a process each; the others share one. A case of `time` starts one of its own
+OWN_PROCESS = ("sharded", "colocate", "learns", "chat", "qlora")

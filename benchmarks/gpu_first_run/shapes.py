@@ -78,6 +78,9 @@ class Sizes:
     chat_updates: int
     warm_start: dict[str, int]
     sharded_flags: dict[str, Any]
+    timed_start_steps: int
+    timed_every: int
+    timed_flags: dict[str, Any]
 
 
 SIZES = {
@@ -104,6 +107,15 @@ SIZES = {
         chat_updates=32,
         warm_start={},
         sharded_flags={},
+        timed_start_steps=5,
+        timed_every=5,
+        timed_flags={
+            "max_steps": 20,
+            "per_device_train_batch_size": 64,
+            "per_device_eval_batch_size": 256,
+            "max_completion_length": 32,
+            "max_eval_samples": 256,
+        },
     ),
     "tiny": Sizes(
         trained=TINY,
@@ -126,6 +138,15 @@ SIZES = {
         sharded_flags={
             "per_device_train_batch_size": 8,
             "reward_funcs": "benchmarks.gpu_first_run.trainers.reward",
+        },
+        timed_start_steps=1,
+        timed_every=2,
+        timed_flags={
+            "max_steps": 4,
+            "per_device_train_batch_size": 8,
+            "per_device_eval_batch_size": 8,
+            "max_completion_length": 8,
+            "max_eval_samples": 8,
         },
     ),
 }

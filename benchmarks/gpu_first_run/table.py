@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.common import table, verdict
+from benchmarks.gpu_first_run.to_accuracy import METHODS, learned_in_time, mean_rewards
 from benchmarks.gpu_first_run.trainers import SCOPES
 
 
@@ -30,6 +31,7 @@ def render(content: dict) -> str:
 
 
 TITLES = {
+    "time": "Time to an accuracy",
     "runs": "It runs",
     "cost": "An update over GRPOTrainer's",
     "layout": "An update without padding and skipped samples over GRPOTrainer's",
@@ -217,7 +219,42 @@ def _learns(rows: dict[str, dict]) -> str:
     return f"{_sampled(rows)}\n\n{agree}"
 
 
+def _time(rows: dict[str, dict]) -> str:
+    lines = []
+    for case, row in rows.items():
+        found, (first, last) = row["to_target"], mean_rewards(row)
+        bound = "" if found["reached"] else "over "
+        phases = ", ".join(f"{name} {value:.1f}" for name, value in row["seconds_of_phases"].items() if value)
+        costs = [
+            f"{bound}{found[name]:,.{digits}f}" for name, digits in (("seconds", 1), ("tokens", 0), ("updates", 1))
+        ]
+        lines.append(
+            [case, f"{row['curve'][0][1]:.2f} to {row['curve'][-1][1]:.2f}", f"{first:.2f} to {last:.2f}",
+             *costs, phases, verdict(learned_in_time(row))]
+        )  # fmt: skip
+    header = ["Training", "Accuracy", "Reward, first to last quarter", "Seconds to the accuracy", "Tokens", "Updates",
+              "Seconds of each phase in the whole run", "Reward rises, each phase takes time"]  # fmt: skip
+    target = next(iter(rows.values()))["to_target"]["target"]
+    return f"{table(header, lines)}\n\nAccuracy to reach: {target}. {_ratio_of_seconds(rows)}"
+
+
+def _ratio_of_seconds(rows: dict[str, dict]) -> str:
+    base, other = METHODS
+    reached = {case: row["to_target"]["seconds"] for case, row in rows.items() if row["to_target"]["reached"]}
+    seeds = [case.partition(", ")[2] for case in reached if case.startswith(f"{base}, ")]
+    ratios = [
+        reached[f"{other}, {seed}"] / reached[f"{base}, {seed}"] for seed in seeds if f"{other}, {seed}" in reached
+    ]
+    if not ratios:
+        return "No seed reached it with both."
+    mean = statistics.geometric_mean(ratios)
+    return (
+        f"Seconds of the {other} over {base}'s: {mean:.2f} (geometric mean of {len(ratios)} seeds that both reached)."
+    )
+
+
 TABLES = {
+    "time": _time,
     "runs": _runs,
     "cost": _cost,
     "layout": _layout,

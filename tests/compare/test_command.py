@@ -23,7 +23,7 @@ from bapo_trl.compare.study import as_arguments, read_study
 from bapo_trl.report.runs import STATE_FILE
 from bapo_trl.script.launcher import read_arguments
 from tests.helpers.commands import ends
-from tests.helpers.forked import run_python
+from tests.helpers.forked import ForkedRun
 from tests.helpers.script_runs import SHORT, train_bapo
 
 
@@ -121,23 +121,6 @@ def has_digit(completions, trainer_state, **kwargs):
             os.kill(pid, getattr(signal, name))
     return [float(any(map(str.isdigit, text))) for text in completions]
 """
-
-
-class ForkedRun:
-    """A run of a study as a forked process, which does not need to import anything."""
-
-    def __init__(self, command, *, stdout, stderr, env, **kwargs):
-        self.command, self.files, self.env = command[1:], (stdout, stderr), env
-
-    def wait(self) -> int:
-        done = run_python(self.command, cwd=Path.cwd(), **self.env)
-        for file, text in zip(self.files, (done.stdout, done.stderr), strict=True):
-            file.write(text)
-            file.flush()
-        return done.returncode
-
-    def terminate(self):
-        """Do nothing: the reward sends the signal to all processes, like a job at its time limit."""
 
 
 @pytest.mark.processes

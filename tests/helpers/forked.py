@@ -147,3 +147,20 @@ def _run(arguments: list[str], cwd: str, files: list[str], env: dict[str, str]) 
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # to take all modules apart costs seconds, as it copies the memory that the children share
+
+
+class ForkedRun:
+    """Stands for `subprocess.Popen` where a study starts a run: a process that does not need to import anything."""
+
+    def __init__(self, command, *, stdout, stderr, env, **kwargs):
+        self.command, self.files, self.env = command[1:], (stdout, stderr), env
+
+    def wait(self) -> int:
+        done = run_python(self.command, cwd=Path.cwd(), **self.env)
+        for file, text in zip(self.files, (done.stdout, done.stderr), strict=True):
+            file.write(text)
+            file.flush()
+        return done.returncode
+
+    def terminate(self):
+        """Do nothing: the reward sends the signal to all processes, like a job at its time limit."""

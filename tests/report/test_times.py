@@ -1,12 +1,19 @@
 """Where the time of a run went, in the report's last line and in its figure."""
 
-import pytest
+from contextlib import nullcontext
 
-from bapo_trl import phase_clock
+import pytest
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from bapo_trl import bapo_trainer, phase_clock
 from bapo_trl.report.command import write_report
 from bapo_trl.report.facts import facts_of
 from bapo_trl.report.runs import Logs, read_runs
 from bapo_trl.report.times import PHASES, largest_savings, seconds_of, time_line
+from bapo_trl.script import preparation
+from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server
+from tests.helpers.script_runs import fill_folder, run
 from tests.helpers.toy import toy_trainer
 from tests.report.made_logs import made_logs, save_run
 
@@ -32,14 +39,53 @@ def test_the_seconds_are_those_of_all_updates_of_a_log_line():
         ({}, {}),
         ({"can_overlap": True}, {"overlap_generation": 40}),
         ({"can_use_sampler_logps": True, "can_overlap": True}, {"overlap_generation": 40, "use_sampler_logps": 10}),
+        ({"can_carry_over": True, "can_refill": True},
+         {"partial_rollout_oversampling": 60 * 0.75, "replay_zero_advantage": 60 * 0.1}),
     ],
-)
+)  # fmt: skip
 def test_what_a_setting_could_save_is_at_most_what_was_measured(facts, savings):
-    seconds = {**dict.fromkeys(PHASES, 0.0), "generation": 60, "training": 30, "scoring": 10}
-    assert largest_savings(seconds, facts) == savings
-    seconds |= {"generation": 20, "training": 70}
+    lengths = {"completions/mean_length": 25, "completions/max_length": 100}
+    generated = {**lengths, "frac_reward_zero_std": 0.1, **times(generation=60, training=20, scoring=10)}
+    logs = [{"step": 1, "loss": 0.1, **generated}, {"step": 2, "loss": 0.1, **times(training=10)}]
+    found = largest_savings(Logs(logs), facts)
+    assert found == savings
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    logs[0] |= times(generation=20, training=60, scoring=10)
     if "can_overlap" in facts:
-        assert largest_savings(seconds, facts)["overlap_generation"] == 20
+        assert largest_savings(Logs(logs), facts)["overlap_generation"] == 20
+
+
+@needs_vllm_server
+@pytest.mark.figures
+@pytest.mark.trainings
+def test_a_run_over_a_server_is_told_what_its_settings_could_save(tmp_path, monkeypatch, capsys):
+    """Time passes in generations and forward passes alone."""
+    now = 0.0
+
+    def take(owner, name, seconds):
+        function = getattr(owner, name)
+
+        def takes_time(*args, **kwargs):
+            nonlocal now
+            now += seconds
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, takes_time)
+
+    fill_folder(tmp_path, monkeypatch)
+    monkeypatch.setattr(phase_clock, "perf_counter", lambda: now)
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", FakeVLLM)
+    monkeypatch.setattr(preparation, "check_packages", lambda settings: None)  # of which vllm is one
+    monkeypatch.setattr(bapo_trainer, "client_for", lambda *args: nullcontext())
+    take(FakeVLLM, "generate", 50)
+    take(GRPOTrainer, "_get_per_token_logps_and_entropies", 5)
+    run(dataset_name="train.jsonl", max_steps=2, use_vllm=True, vllm_mode="server", vllm_logp_tolerance="none")
+    said = " ".join(capsys.readouterr().out.split())
+    # Two forward passes try the padding, two score 12 samples, and two train on them
+    assert "Time: 2 updates took 80 s, without evaluations and saves: generation 62%, scoring 25%, training 12%." in (
+        said
+    )
+    assert "The most that a setting could save: overlap_generation 38%, use_sampler_logps 25%" in said
 
 
 def test_the_line_names_the_largest_part_first():

@@ -211,6 +211,20 @@ def test_the_first_row_counts_a_generation_once_per_generation(monkeypatch, caps
     assert [row.split()[-1] for row in rows] == ["0:03:42", "0:03:40", "0:01:54"]
 
 
+def test_a_run_that_resumes_within_a_generation_step_counts_the_next_ones_too(monkeypatch, capsys):
+    monkeypatch.setattr("bapo_trl.script.console.monotonic", lambda: 0.0)
+    args = off_policy(num_iterations=1, steps_per_generation=8)  # 4 updates per generation
+    state = TrainerState(global_step=3, max_steps=9, is_world_process_zero=True)
+    callback = UpdateLines()
+    callback.on_train_begin(None, state, None)
+    times = dict.fromkeys((f"time/{name}" for name in PHASES), 0.0)
+    log = {"loss": 0.1, **times, "time/generation": 100.0, "time/training": 2.0}
+    state.global_step = 4
+    callback.on_log(args, state, TrainerControl(), logs=log)
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "/9" in line)
+    assert row.split()[-1] == "0:03:30"  # 5 updates of 2 s, and generations before the updates 5 and 9
+
+
 def test_completions_that_the_terminal_cannot_encode_end_no_training(tmp_path, monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", terminal)

@@ -443,3 +443,40 @@ def test_twenty_deaths_of_the_server_lose_no_sample(tmp_path):
 def test_what_does_not_go_with_it_is_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         config(**{**OVERLAP, "overlap_generation": True, **settings})
+
+
+# The check of the weights, for which the next request waits
+
+
+class Deaf(ModelServer):
+    """Takes no weights after some transfers."""
+
+    def __init__(self, num_heard):
+        super().__init__()
+        self.num_heard = num_heard
+
+    def answer(self, path, body):
+        if path == "/finish_weight_update" and self.counts[path] >= self.num_heard:
+            self.received = {}
+        return super().answer(path, body)
+
+
+CHECKED = {"vllm_logp_tolerance": 0.5, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+
+
+def test_each_tenth_transfer_is_checked_once_ten_checks_held(tmp_path):
+    trainer = run(tmp_path, max_steps=64, **CHECKED)
+    logs = [log for log in training_logs(trainer) if "reward" in log]  # of 32 generation steps
+    checked = [step for step, log in enumerate(logs) if "sampling/server_followed" in log]
+    assert checked == [*range(1, 11), 20, 30]  # with step 0, of which the changes are those since then
+    assert trainer.server.counts["/finish_weight_update"] == 32
+    assert trainer.server.counts["/v1/completions"] == 32 + 13
+
+
+@pytest.mark.parametrize("num_heard", [3, 15])
+def test_a_server_that_takes_no_more_weights_is_found_within_ten_transfers(tmp_path, num_heard):
+    server = Deaf(num_heard)
+    with pytest.raises(RuntimeError, match="does not load the trainer's weights"):
+        run(tmp_path, server=server, max_steps=80, **CHECKED)
+    num_late = server.counts["/finish_weight_update"] - num_heard
+    assert num_late == 1 if num_heard < 10 else 1 < num_late <= 10
