@@ -16,8 +16,8 @@ from ..checkpoints.rank_errors import raising_on_all_ranks
 from ..errors import InputError
 from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, sums_model_path
+from ..upstream.stored_model import stored_quantization
 from ..upstream.trl_compat import create_model_from_path
-from ..vllm_server.quantized import stored_quantization
 from .arguments import EMBEDDED
 from .command_line import Settings
 

@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 from trl.generation import vllm_generation
 
 from ..errors import InputError
+from ..upstream.stored_model import stored_quantization
 from ..upstream.trl_compat import VLLMGeneration
 
 
@@ -123,12 +123,6 @@ def check_stored_model(model: Any) -> None:
     """Raise an `InputError` for a model that is stored quantized, as vLLM would load it."""
     if any(map(is_quantized, model.modules())):
         check_engine(model, {"quantization": stored_quantization(model.name_or_path)})
-
-
-def stored_quantization(model: str, revision: str | None = None) -> str | None:
-    """Return the method by which a model is quantized in its folder or on the Hub."""
-    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
-    return config.get("quantization_config", {}).get("quant_method")
 
 
 def check_engine_memory(generation: Any, gpu_memory: int) -> None:

@@ -141,7 +141,7 @@ def qlora(setup: Setup) -> dict[str, Case]:
     }
     return {
         name: Case(
-            partial(_chat, setup, name, {"vllm_logp_tolerance": 0.2}, merge, setup.seed, in_4_bits), stage=1,
+            partial(_chat, setup, name, {}, merge, setup.seed, in_4_bits), stage=1,
             lacks=lacks or (find_lack_of_vllm(setup) if merge else None),
         )
         for name, (merge, in_4_bits) in variants.items()

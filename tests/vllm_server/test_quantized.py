@@ -12,7 +12,7 @@ from bapo_trl.vllm_server.merged_adapters import send_merged_copies
 from bapo_trl.vllm_server.quantized import check_engine, check_engine_memory, prepare_quantized
 from tests.helpers.alike import assert_same_tensors
 from tests.helpers.scripted_llm import ScriptedLLM, colocate_trainer
-from tests.helpers.toy import toy_model
+from tests.helpers.toy import toy_model, training_logs
 
 
 pytest.importorskip("bitsandbytes")
@@ -143,6 +143,19 @@ def test_a_base_that_is_stored_in_4_bits(monkeypatch, tmp_path):
     with pytest.raises(InputError, match=r"\('bitsandbytes'\), .*: train the unquantized model with `load_in_4bit`"):
         colocate_trainer(monkeypatch, tmp_path / "run", model=stored, trainer_args={"peft_config": LORA})
     assert not ScriptedLLM.made  # which takes minutes
+
+
+def test_the_limit_of_the_difference_from_the_sampler_is_doubled(monkeypatch, tmp_path):
+    def trained(tolerance):
+        trainer, _ = trainer_with(monkeypatch, tmp_path, NF4, max_steps=1, vllm_logp_tolerance=tolerance)
+        trainer.train()
+        return training_logs(trainer)[0]["sampling/sampling_logp_difference/mean"]
+
+    difference = trained(10.0)
+    assert difference > 0
+    trained(0.6 * difference)
+    with pytest.raises(RuntimeError, match="doubled for a quantized model"):
+        trained(0.4 * difference)
 
 
 def packed(weight: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.nn.Parameter:
