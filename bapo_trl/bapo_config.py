@@ -158,10 +158,10 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         0.1,
         "(0, inf]",
         "Largest allowed mean absolute difference between vLLM's and the trainer's log-probabilities of a "
-        "generation's samples, in nats per token. Training stops if the difference is larger, because vLLM then does "
-        "not sample from the trainer's weights. For a model in 4 or 8 bits, the limit is doubled. (With settings that bias the samples, such as `top_p`, the trainer "
-        "warns once instead.) `None` disables this check, and the check that the vLLM server has loaded the latest "
-        "weights.",
+        "generation's samples, in nats per token; doubled for a model in 4 or 8 bits. Training stops if the "
+        "difference is larger, because vLLM then does not sample from the trainer's weights. (With settings that bias "
+        "the samples, such as `top_p`, the trainer warns once instead.) `None` disables this check, and the check "
+        "that the vLLM server has loaded the latest weights.",
     )
     vllm_request_timeout: float = setting(
         1500.0,

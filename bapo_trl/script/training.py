@@ -192,6 +192,15 @@ def _hash_of(file: Path) -> str:
     return digest.hexdigest()
 
 
+def _save_results(trainer: Trainer, results: dict[str, Any], keeps_before: bool) -> None:
+    """Write the results of an evaluation, and keep those that a training measured before its first update."""
+    earlier = Path(trainer.args.output_dir, "eval_results.json")
+    if keeps_before and earlier.exists():
+        found = json.loads(earlier.read_text())
+        results = {name: value for name, value in found.items() if name.startswith("before_")} | results
+    trainer.save_metrics("eval", results)
+
+
 def _evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None, overwrites: bool) -> str:
     """Evaluate the model as it is now, log its rewards, save the results, and return lines for the terminal."""
     data, output_dir = inputs.data, Path(trainer.args.output_dir)
@@ -209,12 +218,7 @@ def _evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None,
     if before is not None:
         results = {**before.as_results("before"), **results}
         accuracies = {"before": before.accuracies, "after": after.accuracies}
-    with raising_on_all_ranks():
-        earlier = output_dir / "eval_results.json"
-        if before is None and earlier.exists():  # keeps what a training measured before it
-            found = json.loads(earlier.read_text())
-            results = {name: value for name, value in found.items() if name.startswith("before_")} | results
-        trainer.save_metrics("eval", results)
+    on_main_process(lambda: _save_results(trainer, results, keeps_before=before is None))
     model = output_dir if trainer.args.do_train else inputs.parts[0][0]
     count = after.metrics.get("prompts_without_reward", 0)
     first, means = trainer.reward_func_names[0], [estimate.mean for estimate in after.accuracies.values()]

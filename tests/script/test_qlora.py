@@ -1,6 +1,6 @@
 """A base model in 4 bits through the command line: trained, resumed, evaluated, merged, planned."""
 
-import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from bapo_trl.errors import InputError
 from tests.helpers.alike import assert_same_tensors
-from tests.helpers.script_runs import chat_tokenizer, completions, fill_folder, results, run
+from tests.helpers.commands import ROOT
+from tests.helpers.forked import run_python
+from tests.helpers.script_runs import chat_tokenizer, completions, fill_folder, flags, results, run
 from tests.script.test_models import logits
 
 
@@ -42,6 +44,7 @@ def in_folder(trained, monkeypatch):
     monkeypatch.chdir(trained)
     monkeypatch.syspath_prepend(trained)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # of another test's folder
+    return trained
 
 
 def test_an_adapter_is_trained_evaluated_and_merged_into_the_unquantized_model(in_folder):
@@ -57,9 +60,11 @@ def test_an_adapter_is_trained_evaluated_and_merged_into_the_unquantized_model(i
     assert (logits("out/merged").float() - beside).abs().mean() < (logits("model") - beside).abs().mean() / 10
 
 
-def test_a_resumed_run_is_equal(in_folder):
-    shutil.copytree("out/checkpoint-2", "again/checkpoint-2")
-    shutil.copy("out/eval_completions_before.jsonl", "again")
+def test_a_run_that_was_killed_and_resumed_is_equal(in_folder):
+    command = [ROOT / "train_bapo.py", *flags(**TRAINING, output_dir="again")]
+    killed = run_python(command, cwd=in_folder, PYTHONPATH=str(in_folder), KILLED_AT="7")  # in the second generation
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.name for path in Path("again").glob("checkpoint-*")] == ["checkpoint-2"]
     run(**TRAINING, output_dir="again", resume_from_checkpoint="true")
     assert_same_tensors(load_file("again/adapter_model.safetensors"), load_file("out/adapter_model.safetensors"))
     assert completions("again/eval_completions.jsonl") == completions()

@@ -147,7 +147,7 @@ def test_a_base_that_is_stored_in_4_bits(monkeypatch, tmp_path):
 
 def test_the_limit_of_the_difference_from_the_sampler_is_doubled(monkeypatch, tmp_path):
     def trained(tolerance):
-        trainer, llm = trainer_with(monkeypatch, tmp_path, NF4, max_steps=1, vllm_logp_tolerance=tolerance)
+        trainer, _ = trainer_with(monkeypatch, tmp_path, NF4, max_steps=1, vllm_logp_tolerance=tolerance)
         trainer.train()
         return training_logs(trainer)[0]["sampling/sampling_logp_difference/mean"]
 
