@@ -90,10 +90,10 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 
 def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
-    """Return the command of a run: `bapo-trl train`, or `bapo-trl launch` with an accelerate configuration."""
-    launch = [] if accelerate is None else ["launch", "--accelerate", accelerate]
+    """Return the command of a run: `bapo-trl train`, with an accelerate configuration if one is given."""
+    launch = [] if accelerate is None else ["--accelerate_config", accelerate]
     arguments = [*as_arguments(run.flags), "--output_dir", output_dir]
-    return [sys.executable, "-m", "bapo_trl", *launch, "train", *arguments]
+    return [sys.executable, "-m", "bapo_trl", "train", *launch, *arguments]
 
 
 def environments(study: Study, jobs: int) -> list[dict[str, str]]:
