@@ -13,7 +13,6 @@ its segments, or at the sampler's context window. A group is *complete* when all
 *overdue* if it has a token that would be too stale after waiting for another generation step.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from ..checkpoints.rank_files import RankFiles
 from ..errors import InputError
+from ..inputs.written_values import DECODER, to_json
 
 
 FILES = RankFiles(
@@ -273,9 +273,9 @@ def _state_of(group: Group) -> dict[str, Any]:
         }
         for each in group.completions
     ]
-    return {**vars(group), "inputs": json.dumps(group.inputs), "completions": completions}
+    return {**vars(group), "inputs": to_json(group.inputs), "completions": completions}
 
 
 def _group_of(state: Mapping[str, Any]) -> Group:
     completions = [PartialCompletion(**each) for each in state["completions"]]
-    return Group(**{**state, "inputs": json.loads(state["inputs"]), "completions": completions})
+    return Group(**{**state, "inputs": DECODER.decode(state["inputs"]), "completions": completions})

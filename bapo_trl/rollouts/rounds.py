@@ -5,7 +5,6 @@ completions are. Each round begins with a gather, from which all ranks decide wh
 scoring at the end begins with a gather, too.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..errors import InputError
 from ..inputs.generation_config import check_for_partial_rollouts, settings_of_model
+from ..inputs.written_values import to_json
 from .injected import InjectedRollouts, check_token_ids_suffice
 from .pool import FILES, Group, RolloutPool, deal_out
 
@@ -244,7 +244,7 @@ def _check_row(row: dict[str, Any]) -> None:
     """Raise an `InputError` that names the column if an example cannot be stored in a checkpoint as JSON."""
     for name, value in row.items():
         try:
-            json.dumps(value)
+            to_json(value)
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"The column `{name}` has a {type(value).__name__}, which a checkpoint of partial rollouts cannot "

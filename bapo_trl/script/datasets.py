@@ -1,7 +1,6 @@
 """Load the datasets that the flags name, and bring their columns into the form that trainer and rewards read."""
 
 import glob
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,18 +11,20 @@ from typing import Any, TypeAlias
 from datasets import (
     Dataset,
     DatasetDict,
-    Features,
     IterableDataset,
     IterableDatasetDict,
-    Json,
     Value,
     disable_caching,
     load_dataset,
+    load_dataset_builder,
     load_from_disk,
 )
 from datasets.exceptions import DatasetsError
 from datasets.load import infer_module_for_data_files_list
+from datasets.packaged_modules.csv.csv import CsvConfig
+from datasets.packaged_modules.json.json import JsonConfig
 from trl import DatasetMixtureConfig, get_dataset
+from trl.scripts.utils import DatasetConfig
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
@@ -32,11 +33,11 @@ from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_ta
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .command_line import Settings
 from .prompts import GIVEN_TO_REWARDS, TEXT_FOR_CHAT, is_chat, is_prompt
+from .text_files import AsWritten, is_as_written, load_as_written, store_as_written, with_columns
 
 
 Rows: TypeAlias = Dataset | IterableDataset
 
-_KEPT = tuple(map(Value, ("string", "int64", "bool", "null")))  # types whose values are as in the file
 _LOADING = (OSError, DatasetsError, ValueError)  # pyarrow's errors are ValueErrors
 
 
@@ -94,13 +95,51 @@ def load_data(settings: Settings, task: MadeTask | None = None) -> Data:
 def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
     """Load a dataset mixture as TRL does, but with the same test split on all processes and in all runs."""
     try:
-        mixture = get_dataset(replace(settings, test_split_size=None))
+        mixture = get_dataset(replace(settings, datasets=_with_one_type(settings), test_split_size=None))
     except _LOADING as error:
-        named = ", ".join(f"'{part.data_files or part.path}'" for part in settings.datasets)
+        named = ", ".join(f"'{part.path}'" for part in settings.datasets)
         raise InputError(f"`datasets` ({named}) could not be loaded: {_reason(error)}") from error
     if settings.test_split_size is None:
         return mixture
     return mixture["train"].train_test_split(test_size=settings.test_split_size, seed=0)
+
+
+def _with_one_type(settings: DatasetMixtureConfig) -> list[DatasetConfig]:
+    """Return the parts of a mixture with the values of files as written, and one type for each column of a file."""
+    found = [_as_arrow_files(part) for part in settings.datasets]
+    parts = [replace(part, **fields) for part, fields in zip(settings.datasets, found, strict=True)]
+    alone = [replace(settings, datasets=[replace(part, fraction=None)], test_split_size=None) for part in parts]
+    rows = [get_dataset(each)["train"] for each in alone]
+    types = [each.features or {} for each in rows]
+    for name in sorted(set().union(*(types[n] for n, fields in enumerate(found) if fields))):
+        having = [n for n, each in enumerate(types) if each.get(name, Value("null")) != Value("null")]
+        is_one = all(types[n][name] == types[having[0]][name] for n in having)
+        for n in [] if is_one else [n for n in having if types[n][name] != AsWritten()]:
+            try:
+                if settings.streaming:
+                    raise TypeError("`streaming` is true")
+                rows[n] = store_as_written(rows[n], name)
+            except TypeError as error:
+                other = next(m for m in having if types[m][name] != types[n][name])
+                a, b = (str(part.data_files or part.path) for part in (settings.datasets[n], settings.datasets[other]))
+                fix = "set `streaming` to false" if settings.streaming else f"store it as text in '{a}'"
+                raise ValueError(
+                    f"the column `{name}` has the type {types[n][name]} in '{a}' and another in '{b}', which cannot "
+                    f"be joined ({error}): {fix}, or leave it out with `columns`."
+                ) from error
+            files = [each["filename"] for each in rows[n].cache_files]
+            parts[n] = replace(parts[n], path="arrow", name=None, data_dir=None, data_files=files, split="train")
+    return parts
+
+
+def _as_arrow_files(part: DatasetConfig) -> dict[str, Any]:
+    """Return the fields that replace JSON or CSV files in a mixture by Arrow files with the values as written."""
+    found = _find_text_files(part.path, name=part.name, data_dir=part.data_dir, data_files=part.data_files)
+    if found is None:
+        return {}
+    splits = load_as_written(*found)
+    files = {split: [file["filename"] for file in rows.cache_files] for split, rows in splits.items()}
+    return {"path": "arrow", "name": None, "data_dir": None, "data_files": files}
 
 
 def load_splits(
@@ -110,8 +149,7 @@ def load_splits(
     Load the splits of a data file (as `"train"`), a folder written by `save_to_disk`, or, with an optional `config`,
     a folder of data files or a Hub id. Error messages name the setting `parameter`.
 
-    Columns of JSON files keep their values: with one type for each column, 42 would be 42.0 beside 3.5, a date in
-    text a `datetime`, and an object would have the fields of all others.
+    The values of JSON and CSV files are as written ([`~text_files.load_as_written`]).
     """
     path = Path(name)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
@@ -127,38 +165,34 @@ def load_splits(
                 raise ValueError("its suffix is not one that `datasets` reads, such as .jsonl, .csv or .parquet")
             # Escaped, as otherwise `[1]` in a name is a pattern
             settings = {**settings, "data_files": {"train": glob.escape(os.path.abspath(name))}}
+        found = _find_text_files(source, **settings)
+        if found is not None:
+            return load_as_written(*found, streaming=streaming)
         splits = load_dataset(source, streaming=streaming, **settings)
-        first = next(iter(splits.values()))
-        if path.exists() and first.info.builder_name == "json" and first.features is not None:
-            features = {name: kind if kind in _KEPT else Json() for name, kind in first.features.items()}
-            if features != dict(first.features):
-                splits = load_dataset(source, streaming=streaming, features=Features(features), **settings)
         if path.is_file():
             next(iter(splits["train"]))  # a stream is not read earlier
-            if not streaming:
-                splits["train"].data.validate(full=True)  # its text is UTF-8
         return splits
     except (*_LOADING, StopIteration) as error:
         what = "cannot be loaded" if path.exists() else "is no file or folder here, and cannot be loaded from the Hub"
-        raise InputError(f"`{parameter}` is '{name}', which {what}: {_reason(error)}{_bad_line(path)}") from error
+        raise InputError(f"`{parameter}` is '{name}', which {what}: {_reason(error)}") from error
+
+
+def _find_text_files(source: str, **settings: Any) -> tuple[dict[str, list[str]], str | None] | None:
+    """Return the JSON or CSV files of each split, and the separator of the latter, if all of them are here."""
+    if source not in ("csv", "json") and not os.path.isdir(source):
+        return None
+    config = load_dataset_builder(source, **settings).config
+    if not isinstance(config, CsvConfig) and not (isinstance(config, JsonConfig) and config.field is None):
+        return None
+    files = {str(split): list(map(str, paths)) for split, paths in config.data_files.items()}
+    are_here = all(os.path.isfile(path) and not path.endswith(".zip") for paths in files.values() for path in paths)
+    return (files, getattr(config, "sep", None)) if are_here else None
 
 
 def _reason(error: BaseException) -> str:
     while error.__cause__ is not None and isinstance(error, DatasetsError):
         error = error.__cause__
     return " ".join(str(error).split()) or "it has no rows"
-
-
-def _bad_line(path: Path) -> str:
-    """Return the first line of a file of JSON lines that is none, for a message; empty if there is none."""
-    if path.suffix.lower() in (".jsonl", ".ndjson") and path.is_file():
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    json.loads(line.strip() or "null")
-                except ValueError as error:
-                    return f" (in line {number}: {error})"
-    return ""
 
 
 def hold_out(dataset: Any, fraction: float) -> tuple[Dataset, Dataset]:
@@ -245,11 +279,13 @@ def format_prompts(
     if not (_forms_prompts(flags) or adds_solution):
         return dataset
 
+    is_written = is_as_written(dataset)
+
     def formatted(row: Mapping[str, Any]) -> dict[str, Any]:
         columns = {"prompt": _form_prompt(_get(row, prompt), row, flags, makes_chats)}
-        return {**columns, "solution": _as_answer(_get(row, answer))} if adds_solution else columns
+        return {**columns, "solution": _as_answer(_get(row, answer), is_written)} if adds_solution else columns
 
-    return dataset.map(formatted, remove_columns=sorted(GIVEN_TO_REWARDS & {prompt, answer}))
+    return with_columns(dataset, formatted, sorted(GIVEN_TO_REWARDS & {prompt, answer}))
 
 
 def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScriptArguments) -> str:
@@ -273,7 +309,7 @@ def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScrip
             )
         row, columns = data.train[0], flags.answer_column
         column = _find(row, columns, "answer_column", "dataset") if columns else None
-        if column is not None and _as_answer(_get(row, column)) != row["solution"]:
+        if column is not None and _as_answer(_get(row, column), is_as_written(data.train)) != row["solution"]:
             lines.append(
                 f"Note: rewards read the dataset's column `solution`, not `{column}`: rename it if that is wrong."
             )
@@ -338,6 +374,9 @@ def _fill(template: str | None, prompt: Any, row: Mapping[str, Any]) -> Any:
     return re.sub(rf"\{{({'|'.join(map(re.escape, values))})\}}", value, template)
 
 
-def _as_answer(value: Any) -> Any:
-    """Return an answer as text if it is a number, else unchanged; NaN is missing."""
-    return next(iter(gold_texts(value)), None) if isinstance(value, int | float) else value
+def _as_answer(value: Any, is_written: bool) -> Any:
+    """Return an answer as text if it is a number (of a file, as written), else unchanged; NaN is missing."""
+    if not isinstance(value, int | float):
+        return value
+    text = next(iter(gold_texts(value)), None)
+    return str(value) if is_written and text is not None else text

@@ -18,11 +18,12 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer
+from trl.scripts.utils import DatasetConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.script.datasets import load_splits
+from bapo_trl.script.datasets import load_mixture, load_splits
 from bapo_trl.script.preparation import check_prompts_fit
 from bapo_trl.script.prompts import check_prompts, check_tokenizer, context_window
 from bapo_trl.tasks import character_tokenizer
@@ -151,7 +152,12 @@ def rows(*prompts) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("text.jsonl", b"no json", r".*JSON parse error.*\(in line 1: "),
+        (
+            "latin1.jsonl",
+            rows(*SUMS[:9]).replace(b"1+2", b"\xe9+2"),
+            ".* has a byte in line 2 that is not UTF-8: .* 0xe9$",
+        ),
+        ("text.jsonl", b"no json", ".* has a JSON parse error in line 1"),
         ("empty.jsonl", b"", "it has no rows"),
         ("other.parquet", b"no parquet file", "Parquet "),
     ],
@@ -164,9 +170,10 @@ def test_files_without_rows_raise_an_error_with_the_reason(folder, name, content
 
 # Lines as an editor counts them: from 1, with the empty ones
 BAD_LINES = {
-    "latin1.jsonl": (rows(*SUMS[:9]).replace(b"1+2", b"\xe9+2"), 2),
     "early.jsonl": (b'{"prompt": "1"}\n\n{"prompt": "2"}\n\n{"prompt": \n{"prompt": "3"}\n', 5),
     "late.jsonl": (b"\n".join([*[b'{"prompt": "1"}'] * 2000, b"", b'{"prompt": bad}']), 2002),
+    "no_object.jsonl": (b'{"prompt": "1"}\n\n["2"]\n', 3),
+    "array.json": (b'[\n {"prompt": "1"},\n\n {"prompt": }\n]\n', 4),
 }
 
 
@@ -175,8 +182,10 @@ def test_a_line_that_is_no_json_is_named_by_its_number_in_the_file(tmp_path, nam
     content, line = BAD_LINES[name]
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(InputError, match=rf"{name}', which cannot be loaded: .*\(in line {line}: "):
+    with pytest.raises(InputError, match=rf"cannot be loaded: .*{name}' has a JSON parse error in line {line}:"):
         load_splits(str(path))
+    with pytest.raises(InputError, match=rf"{name}' has a JSON parse error in line {line}:"):
+        load_mixture(DatasetMixtureConfig(datasets=[DatasetConfig(path="json", data_files=str(path))]))
 
 
 @pytest.mark.trainings

@@ -65,7 +65,7 @@ AT_ONCE = [
 REFUSED = [
     # Recipes
     ({"config": "seed.yaml"}, "argument --seed: invalid int value: 'one'"),
-    ({"config": "parts.yaml", "dataset_name": None}, r"`datasets` .* could not be loaded: .*none\.jsonl"),
+    ({"config": "parts.yaml", "dataset_name": None}, r"`datasets` \('json'\) could not be loaded: .*none\.jsonl"),
     ({"config": "key.yaml"}, r"unknown key in key.yaml: learning_rat \(the nearest is learning_rate\)$"),
     ({"config": "no_data.yaml", "dataset_name": None}, "`dataset_name` is not set.*embedded"),
     # Of TRL and transformers
@@ -84,12 +84,15 @@ REFUSED = [
     ({"bf16_full_eval": "true", "do_eval": "true"}, "`bf16_full_eval` or .* --do_train false"),
     # Data
     ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl', which is no file or folder here"),
-    ({"dataset_name": "files"}, "which cannot be loaded: "),
+    (
+        {"dataset_name": "files"},
+        "which cannot be loaded: '.*files/b.jsonl' has a JSON parse error in line",
+    ),
     (
         {"dataset_name": "seed.yaml"},
         r"`dataset_name` is 'seed.yaml', which cannot be loaded: its suffix is not one",
     ),
-    ({"dataset_name": "mixed"}, "which cannot be loaded: .*column names don't match"),
+    ({"dataset_name": "mixed"}, r"the prompt of row 1 is \['1'\]"),
     ({"dataset_name": "lists.jsonl"}, r"the prompt of row 0 is \['1\+1=', '2'\]. Use text, or a list of messages"),
     (
         {"dataset_name": "three.jsonl"},
