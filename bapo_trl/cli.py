@@ -4,11 +4,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pkgutil import resolve_name
 
 from . import __version__
-from .errors import InputError
 from .script.commands import EVALUATE, TRAIN, Command
 from .script.failures import FLAG, run_command
 from .script.recipes import is_true, look_ahead
@@ -20,10 +18,11 @@ COMMANDS = {
     "recipes": ("bapo_trl.script.recipes:main", "list the built-in recipes for `--config`"),
     "compare": ("bapo_trl.compare.command:main", "compare several methods on one task, over several seeds"),
     "report": ("bapo_trl.report.command:main", "plot the metrics of runs, and check their health"),
-    "launch": ("bapo_trl.cli:launch", "train or evaluate on several GPUs or nodes, with accelerate"),
     "serve": ("bapo_trl.script.serving:main", "start a vLLM server that generates for the trainer"),
 }
 """The function that runs each subcommand with its arguments, and the purpose of the subcommand."""
+
+_STARTS = {"accelerate_config", "num_processes"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
@@ -48,9 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
     def run(kept: Sequence[str]) -> int | None:
         name, rest = parser.parse_args(kept[:1]).command, kept[1:]
-        if name == "launch":  # what stands behind a script is the script's, `--traceback` too
-            rest = list(arguments)
-            rest.remove(name)
+        if FLAG in arguments and _STARTS & look_ahead(rest)[0].keys():
+            rest = [*rest, FLAG]  # for the ranks
         return resolve_name(COMMANDS[name][0])(rest)
 
     named = [argument for argument in arguments if argument != FLAG][:1]
@@ -58,8 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
 
 def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
-    """Do what flags and a recipe ask for, see [`~script.training.run`]; in a dry run, say what that would be."""
-    if _prepare(arguments):
+    """
+    Do what flags and a recipe ask for, see [`~script.training.run`]; in a dry run, say what that would be.
+
+    With a flag of `_STARTS`, start processes that do it.
+    """
+    flags, recipe = look_ahead(arguments)
+    # Before libraries are imported that read them then
+    os.environ.update({name: str(value) for name, value in recipe.get("env", {}).items()})
+    plans = is_true(flags.get("dry_run", recipe.get("dry_run", False)))
+    if _STARTS & flags.keys() and "help" not in flags:
+        from .script.launcher import start
+
+        return start(arguments, command, plans)
+    if plans:
         from .script.plan import print_plan
 
         return print_plan(arguments, command)
@@ -74,20 +84,3 @@ def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
 def evaluate(arguments: Sequence[str]) -> None:
     """Evaluate, and train nothing."""
     train(arguments, EVALUATE)
-
-
-def launch(arguments: Sequence[str]) -> None:
-    """Train or evaluate in several processes, with the variables of the recipe."""
-    plans = False
-    with suppress(InputError):  # reported by the command
-        plans = _prepare(arguments)
-    from .script.launcher import main
-
-    main(arguments, plans)
-
-
-def _prepare(arguments: Sequence[str]) -> bool:
-    """Set the variables of the recipe, before libraries are imported that read theirs then; tell if the run is dry."""
-    flags, recipe = look_ahead(arguments)
-    os.environ.update({name: str(value) for name, value in recipe.get("env", {}).items()})
-    return is_true(flags.get("dry_run", recipe.get("dry_run", False)))

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.commands.launch import _validate_launch_command
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import prepare_multi_gpu_env
 
 from bapo_trl.errors import InputError
 from bapo_trl.script.arguments import EMBEDDED
-from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.commands import SCRIPT, TRAIN
-from bapo_trl.script.launcher import launch_of, read_arguments
-from bapo_trl.script.launcher import main as launch
+from bapo_trl.script.command_line import _Parser, parse_arguments
+from bapo_trl.script.commands import EVALUATE, SCRIPT, TRAIN
+from bapo_trl.script.launcher import SETTINGS_TOO, launch_of, read_arguments, start
 from tests.helpers.commands import ROOT
 
 
@@ -68,7 +67,8 @@ def test_a_configuration_is_launched_by_its_name_from_any_folder(path, tmp_path,
     # One of the same name in the user's folder is not that of the package
     (tmp_path / "deepspeed_configs").mkdir()
     (tmp_path / "deepspeed_configs" / "zero3.json").write_text("{}")
-    arguments = read_arguments(["--accelerate", path.stem, "--main_process_port", "0", "train", "--config", "math_7b"])
+    arguments = ["--config", "math_7b", "--accelerate_config", path.stem, "--main_process_port", "0", "--seed=1"]
+    arguments = read_arguments(arguments)
     arguments, _, _ = _validate_launch_command(arguments)
     processes, engine = LAUNCHES[path.stem]
     assert arguments.num_processes == processes
@@ -79,17 +79,29 @@ def test_a_configuration_is_launched_by_its_name_from_any_folder(path, tmp_path,
         config = ROOT / "deepspeed_configs" / f"{engine}.json"
         assert Path(arguments.deepspeed_config_file) == config.resolve()
     assert (arguments.module, arguments.training_script) == (True, "bapo_trl")
-    assert arguments.training_script_args == ["train", "--config", "math_7b"]
+    assert arguments.training_script_args == ["train", "--config", "math_7b", "--seed=1"]
 
 
 def test_a_configuration_of_ones_own_is_launched_by_its_path(tmp_path):
     own = tmp_path / "mine.yaml"
     own.write_text((ROOT / "accelerate_configs" / "zero3.yaml").read_text())
-    assert read_arguments(["--accelerate", str(own), "x.py"]).config_file == str(own)
-    given = ["--accelerate", "zero3", "--deepspeed_config_file", "other.json", "x.py"]
+    assert read_arguments(["--accelerate_config", str(own)]).config_file == str(own)
+    given = ["--accelerate_config", "zero3", "--deepspeed_config_file", "other.json"]
     assert read_arguments(given).deepspeed_config_file == "other.json"
-    with pytest.raises(InputError, match="`--accelerate` is 'zero9', which does not exist: set a file, or cpu_ddp,"):
-        read_arguments(["--accelerate", "zero9", "x.py"])
+    of_trl, _, _ = _validate_launch_command(read_arguments(["--accelerate_config", "zero1"]))
+    assert (of_trl.use_deepspeed, of_trl.zero_stage) == (True, 1)
+    with pytest.raises(InputError, match=r"`accelerate_config` is 'zero9', which does not exist: .*cpu_ddp,.* fsdp1,"):
+        read_arguments(["--accelerate_config", "zero9"])
+
+
+def test_flags_of_the_launcher_and_of_the_ranks_are_told_apart():
+    options = {option.lstrip("-").replace("-", "_") for option in launch_command_parser()._option_string_actions}
+    assert options & _Parser(TRAIN).types.keys() == set(SETTINGS_TOO)
+    given = ["--gradient-accumulation-steps", "2", "--num-processes=3", "--eval_dataset", "x", "--machine_rank", "1"]
+    arguments = read_arguments(given, EVALUATE)
+    assert (arguments.num_processes, arguments.machine_rank) == (3, 1)
+    of_ranks = ["evaluate", "--gradient-accumulation-steps", "2", "--eval_dataset", "x"]
+    assert arguments.training_script_args == of_ranks
 
 
 @pytest.mark.parametrize("name", ["cpu_ddp", "cpu_zero3"])
@@ -107,30 +119,17 @@ def test_one_process_sees_one_gpu(monkeypatch, seen, flags, used):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    launch(["--accelerate", "single_gpu", *flags, "train"])
+    start(["--accelerate_config", "single_gpu", *flags])
     assert environments[0]["CUDA_VISIBLE_DEVICES"] == used
 
 
-def test_the_help_of_launch_is_of_this_package_and_a_wrong_command_is_named(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bapo-trl", "launch", "--help"])  # which accelerate's own help reads
-    with pytest.raises(SystemExit):
-        read_arguments(["--help"])
-    text = capsys.readouterr().out
-    assert text.startswith("usage: bapo-trl launch [--accelerate NAME]")
-    assert "--accelerate NAME" in text.partition("options:")[2]
-    with pytest.raises(InputError, match="'trian' does not exist: use train, evaluate, or the path of a script"):
-        launch(["--accelerate", "multi_gpu", "trian"])
-
-
 @pytest.mark.parametrize("command", [TRAIN, SCRIPT], ids=lambda command: command.name)
-def test_the_help_of_the_training_launches_several_processes_with_a_configuration(command, tmp_path, monkeypatch):
-    (line,) = (line.strip() for line in command.description.splitlines() if " launch " in line)
-    name, launch, *arguments = line.split()
-    assert (name, launch) == ("bapo-trl", "launch")
+def test_the_help_of_the_training_starts_several_processes_with_a_configuration(command, tmp_path, monkeypatch):
+    (line,) = (line.strip() for line in command.description.splitlines() if "--accelerate_config" in line)
+    assert line.startswith(command.name if command is TRAIN else f"python {command.name}")
     monkeypatch.chdir(tmp_path)
-    arguments, _, _ = _validate_launch_command(read_arguments(arguments))
+    arguments, _, _ = _validate_launch_command(read_arguments(line.split()[2:]))
     assert arguments.use_deepspeed
     assert arguments.num_processes == 6
-    assert arguments.training_script == ("bapo_trl" if command is TRAIN else "train_bapo.py")
-    flags = arguments.training_script_args[command is TRAIN :]
+    flags = arguments.training_script_args[1:]
     assert parse_arguments([*flags, "--use_cpu", "true", "--bf16", "false"])[1].learning_rate == 1e-6

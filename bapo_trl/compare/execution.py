@@ -24,6 +24,7 @@ from .study import Run, Study, as_arguments
 
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # `kill -9` or out of memory: the run, or a rank of its launcher
+_BEFORE = "eval_completions_before.jsonl"
 _ERROR_LINES = 3  # of a failed run's error output, in its row
 
 _running: set[subprocess.Popen] = set()
@@ -90,10 +91,10 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 
 def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
-    """Return the command of a run: `bapo-trl train`, or `bapo-trl launch` with an accelerate configuration."""
-    launch = [] if accelerate is None else ["launch", "--accelerate", accelerate]
+    """Return the command of a run: `bapo-trl train`, with an accelerate configuration if one is given."""
+    launch = [] if accelerate is None else ["--accelerate_config", accelerate]
     arguments = [*as_arguments(run.flags), "--output_dir", output_dir]
-    return [sys.executable, "-m", "bapo_trl", *launch, "train", *arguments]
+    return [sys.executable, "-m", "bapo_trl", "train", *launch, *arguments]
 
 
 def environments(study: Study, jobs: int) -> list[dict[str, str]]:
@@ -153,41 +154,60 @@ def _visible_devices() -> list[str]:
 
 def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str, str]) -> Row | None:
     """Return the result of a run, or `None` if it was stopped or killed before its end."""
-    log = folder / "logs" / f"{run.key}.log"
+    work, log = folder / f".run-{run.key}", folder / "logs" / f"{run.key}.log"
     start = folder / "starts" / f"seed-{run.seed}.jsonl"  # completions of the common start model: sampled once
-    work = folder / f".run-{run.key}"
     for parent in (log.parent, start.parent, work):
         parent.mkdir(parents=True, exist_ok=True)
+    _check_lock(work)
+    _begin_or_resume(work, start)
+    code, seconds = _train(command_of(run, accelerate, str(work)), work, log, environment)
+    if code in _KILLED or (code != 0 and _is_ending.is_set()):
+        return None
+    row = _harvest(Row(run.arm, run.sweep, run.seed, run.settings, seconds=seconds), run, code, work, log)
+    _clean_up(row, work, start)
+    return row
+
+
+def _check_lock(work: Path) -> None:
+    """Raise an `InputError` if another process still trains in the run's folder."""
     lock = RunLock(str(work))
     reason = lock.acquire()
     lock.release()
     if reason is not None:
         raise InputError(f"{reason} That run continued after its study was killed.")
-    if not _newest_update(work):  # nothing to resume from
+
+
+def _begin_or_resume(work: Path, start: Path) -> None:
+    """Keep the folder of a run with a checkpoint; else empty it, but for the completions of the start model."""
+    if not _newest_update(work):
         shutil.rmtree(work)
         work.mkdir()
         if start.exists():
-            shutil.copyfile(start, work / "eval_completions_before.jsonl")  # `train` ignores them for another model
-    code, seconds = _train(command_of(run, accelerate, str(work)), work, log, environment)
-    if code in _KILLED or (code != 0 and _is_ending.is_set()):
-        return None
-    row = Row(run.arm, run.sweep, run.seed, run.settings, seconds=seconds)
+            shutil.copyfile(start, work / _BEFORE)  # `train` ignores them for another model
+
+
+def _harvest(row: Row, run: Run, code: int, work: Path, log: Path) -> Row:
+    """Return the row of a run that has ended with its results or its error; keep its log and its settings."""
     if code != 0:
         lines = filter(None, map(str.strip, _error_output(log).read_text(errors="replace").splitlines()))
         row = replace(row, error=f"exit code {code}: {' | '.join([*lines][-_ERROR_LINES:])} ({_error_output(log)})")
     else:
         try:
-            row = row_of(run, work, seconds)
+            row = row_of(run, work, row.seconds)
             for name in ("trainer_state.json", "run_settings.json"):
                 shutil.copyfile(work / name, log.with_suffix(f".{name}"))
-            if (work / "eval_completions_before.jsonl").exists():  # it does not exist for sharded models
-                (work / "eval_completions_before.jsonl").replace(start)
         except (OSError, KeyError, ValueError) as error:
             row = replace(row, error=f"no results can be read ({type(error).__name__}: {error}, {log})")
     for secret in run.secrets if row.error is not None else ():
         row = replace(row, error=row.error.replace(secret, "<secret>"))
-    shutil.rmtree(work, ignore_errors=True)
     return row
+
+
+def _clean_up(row: Row, work: Path, start: Path) -> None:
+    """Delete the folder of a run, but for the completions of the start model if it did not fail."""
+    if row.error is None and (work / _BEFORE).exists():  # it does not exist for sharded models
+        (work / _BEFORE).replace(start)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _error_output(log: Path) -> Path:

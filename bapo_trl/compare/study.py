@@ -64,7 +64,7 @@ class Study:
     seeds: list[int]  # methods with the same seed see the same prompts in the same order
     # Evaluate `every` N updates, with `avg_at` completions per prompt, on a `dataset`; time by `clock` to a `target`
     measure: dict[str, Any]
-    accelerate: str | None = None  # configuration of `bapo-trl launch` for the runs; by default one process per run
+    accelerate: str | None = None  # `accelerate_config` of the runs; by default one process per run
 
     def runs(self) -> list[Run]:
         """Return all runs, ordered by seed, so that an interrupted study has results of all methods."""

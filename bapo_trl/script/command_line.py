@@ -202,6 +202,13 @@ class _Parser(TrlParser):
             metavar="RECIPE",
             help="Recipe to take settings from: a name that `bapo-trl recipes` lists, or the path of a YAML file.",
         )
+        self.add_argument(
+            "--accelerate_config",
+            metavar="NAME",
+            help="Start several processes with this accelerate configuration: a name of TRL or bapo-trl, such "
+            "as multi_gpu, zero2, zero3, fsdp2 or cpu_ddp, or the path of a file. The flags of `accelerate launch`, "
+            "such as `--num_processes`, are flags of the command, too.",
+        )
         self.types: dict[str, Any] = {}
         for each in self.dataclass_types:
             self.types |= get_type_hints(each)
@@ -209,7 +216,12 @@ class _Parser(TrlParser):
             self.types[name] |= kind
         # TRL's dropout of 0.05 on adapters would put noise on every importance ratio
         self.set_defaults(do_train=True, dtype=None, lora_dropout=0.0)
-        shown = {"help", "config", *(field.name for field in (*fields(BAPOScriptArguments), *own_fields()))}
+        shown = {
+            "help",
+            "config",
+            "accelerate_config",
+            *(field.name for field in (*fields(BAPOScriptArguments), *own_fields())),
+        }
         for action in self._actions:
             if action.dest not in shown:
                 action.help = argparse.SUPPRESS

@@ -13,10 +13,10 @@ class Command(NamedTuple):
 _TRAINING = """
 Train a model. Without arguments, train a tiny model to add two numbers, in minutes and without a GPU.
 
-Take settings from a recipe, or from a YAML file of your own; flags override its values. Launch several processes:
+Take settings from a recipe, or from a YAML file of your own; flags override its values. Start several processes:
 
     {command} --config quickstart
-    bapo-trl launch --accelerate zero3 --num_processes 6 {launched} --config math_7b --learning_rate 1e-6
+    {command} --accelerate_config zero3 --num_processes 6 --config math_7b --learning_rate 1e-6
 
 Train on your own data and reward functions, and evaluate before and after training:
 
@@ -38,6 +38,6 @@ Evaluate a saved model or adapter on AIME 2024, and on your own prompts:
         --num_generations_eval 4 --output_dir evaluation
 """
 
-SCRIPT = Command("train_bapo.py", _TRAINING.format(command="python train_bapo.py", launched="train_bapo.py"))
-TRAIN = Command("bapo-trl train", _TRAINING.format(command="bapo-trl train", launched="train"))
+SCRIPT = Command("train_bapo.py", _TRAINING.format(command="python train_bapo.py"))
+TRAIN = Command("bapo-trl train", _TRAINING.format(command="bapo-trl train"))
 EVALUATE = Command("bapo-trl evaluate", _EVALUATION)

@@ -55,7 +55,7 @@ def check_start(settings: Settings, parts: Parts) -> None:
                 f"`output_dir` is {run_dir}, which holds the model that the run starts from ({start}), and would lose "
                 "it: give another --output_dir."
             )
-    if replaced and not (script_args.overwrite_output_dir or is_demo(settings)):
+    if replaced and not overwrites(settings):
         raise InputError(
             f"`output_dir` is {run_dir}, which holds {', '.join(path.name for path in replaced)} of an earlier run: "
             "resume from its checkpoints with --resume_from_checkpoint true, give another --output_dir, or delete "
@@ -63,9 +63,11 @@ def check_start(settings: Settings, parts: Parts) -> None:
         )
 
 
-def is_demo(settings: Settings) -> bool:
-    """Whether the run is the built-in example in its own folder, which is nobody's work."""
-    return settings[0].dataset_name == EMBEDDED and settings[1].output_dir == DEMO_FOLDER
+def overwrites(settings: Settings) -> bool:
+    """Whether the run may replace what an earlier one left: by its flag, or as the built-in example in its folder."""
+    script_args, training_args, _, _ = settings
+    is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER  # nobody's work
+    return script_args.overwrite_output_dir or is_demo
 
 
 def continues(training_args: BAPOConfig) -> bool:

@@ -1,9 +1,10 @@
 """
-`bapo-trl launch`: run `accelerate launch` with a named configuration, and exit with the first failed rank's code.
+`--accelerate_config` and `--num_processes` of `bapo-trl train` and `evaluate`: start processes, as `trl grpo` does.
 
-    bapo-trl launch --accelerate zero3 --num_processes 6 train --config math_7b
+    bapo-trl train --accelerate_config zero3 --num_processes 6 --config math_7b
 
-`accelerate launch` itself takes only paths, and exits with 1 after any failure.
+`accelerate launch` would exit with 1 after any failure; here the first failed rank's code is handed on. A script of
+one's own gets the same from `python -m bapo_trl.script.launcher`, which takes the flags of `accelerate launch`.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,46 +24,58 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..errors import InputError
-from .commands import EVALUATE, TRAIN
-from .failures import FLAG, INTERRUPTED
+from .commands import EVALUATE, TRAIN, Command
+from .failures import FLAG, INTERRUPTED, reject
 
 
 if TYPE_CHECKING:
     from .memory import Sharding
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CONFIGS = {path.stem: path for path in sorted((PACKAGE / "accelerate_configs").glob("*.yaml"))}
+_OF_TRL = Path(find_spec("trl").origin).parent
+CONFIGS = {
+    path.stem: path for folder in (_OF_TRL, PACKAGE) for path in sorted((folder / "accelerate_configs").glob("*.yaml"))
+}
+"""The configurations of TRL and of this package by name. Those of this package leave `bf16` to the trainer."""
+
+SETTINGS_TOO = ("debug", "gradient_accumulation_steps")
+"""Flags of `accelerate launch` that are settings of the trainer, too: they are read as the latter."""
 
 
-def main(arguments: Sequence[str], plans: bool = False) -> None:
+def start(arguments: Sequence[str], command: Command = TRAIN, plans: bool = False) -> None:
     """
-    Launch the ranks of this node with the arguments of `accelerate launch`; with `plans`, print what they would do.
+    Start the ranks of this node for `train` or `evaluate`; with `plans`, print what they would do.
 
     Raises:
-        InputError: If the script or the configuration does not exist.
-        SystemExit: With the exit code of the rank that failed first, or 128 plus the number of the signal that ended
-            it or this launcher. A single rank replaces the launcher process, and receives its signals.
+        InputError: If the configuration does not exist.
+        SystemExit: As in [`run`].
     """
-    args = read_arguments(arguments)
-    is_ours = args.training_script == "bapo_trl"
-    if not (args.module or args.no_python or Path(args.training_script).exists()):
-        raise InputError(f"'{args.training_script}' does not exist: use train, evaluate, or the path of a script.")
-    if is_ours and plans:
+    args = read_arguments(arguments, command)
+    if plans:
         from .plan import print_plan
 
         validated, _, _ = launch._validate_launch_command(args)
-        name, *flags = (each for each in args.training_script_args if each != FLAG)
         processes = validated.num_processes or 1
-        command = EVALUATE if name == "evaluate" else TRAIN
+        flags = [each for each in args.training_script_args[1:] if each != FLAG]
         return print_plan(flags, command, processes, _sharding(validated, processes))
-    if is_ours and args.traceback:
-        args.training_script_args.append(FLAG)
+    run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """
+    Run `accelerate launch` with its arguments.
+
+    Raises:
+        SystemExit: With the exit code of the rank that failed first, or 128 plus the number of the signal that ended
+            it or this launcher. A single rank replaces the launcher process, and receives its signals.
+    """
     launch.simple_launcher = _become_rank
     try:
         launch.launch_command(args)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         code = failure.exitcode
+        is_ours = args.training_script == "bapo_trl"
         if not is_ours or code not in (1, 2, INTERRUPTED):  # with these codes, a rank has printed the reason
             print(error, file=sys.stderr)
     except SignalException as error:  # sent on to the ranks, which have said what they did
@@ -75,38 +89,37 @@ def main(arguments: Sequence[str], plans: bool = False) -> None:
 
 
 def launch_of(accelerate: str) -> argparse.Namespace:
-    """Return the completed arguments of `accelerate launch` for a configuration; errors as in [`main`]."""
-    validated, _, _ = launch._validate_launch_command(read_arguments(["--accelerate", accelerate, "train"]))
+    """Return the completed arguments of `accelerate launch` for a configuration; errors as in [`start`]."""
+    validated, _, _ = launch._validate_launch_command(read_arguments(["--accelerate_config", accelerate]))
     return validated
 
 
-def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of `bapo-trl launch` into arguments of `accelerate launch`; errors as in [`main`]."""
+def read_arguments(arguments: Sequence[str], command: Command = TRAIN) -> argparse.Namespace:
+    """Return arguments of `accelerate launch` for those of a command, of which the ranks get the others."""
     parser: Any = launch.launch_command_parser()
-    parser.prog = "bapo-trl launch"
-    parser.description = "Train or evaluate on several GPUs or nodes, with `accelerate launch`."
-    parser.usage = "%(prog)s [--accelerate NAME] [FLAGS OF accelerate launch] {train,evaluate,SCRIPT} [ITS FLAGS]"
-    parser.formatter_class = argparse.HelpFormatter  # accelerate's own hides flags that are not given here
-    parser.add_argument(
-        "--accelerate", metavar="NAME", help=f"accelerate configuration: {', '.join(CONFIGS)}, or the path of a file"
-    )
-    parser.add_argument(FLAG, action="store_true", help="show the traceback of an error")
-    args = parser.parse_args(arguments)
-    if args.accelerate in CONFIGS:
-        _set(args, config_file=str(CONFIGS[args.accelerate]))
+    parser.allow_abbrev = False
+    parser.error = lambda message: reject(command.name, message)
+    parser.add_argument("--accelerate_config")
+    parser._actions = [action for action in parser._actions if action.option_strings]  # without the script
+    for option in list(parser._option_string_actions):
+        if option.lstrip("-").replace("-", "_") in (*SETTINGS_TOO, "h", "help"):
+            del parser._option_string_actions[option]
+    args, flags = parser.parse_known_args(arguments)
+    name = "evaluate" if command is EVALUATE else "train"
+    _set(args, training_script="bapo_trl", module=True, training_script_args=[name, *flags])
+    if args.accelerate_config is None:
+        return args
+    config = Path(args.accelerate_config)
+    if not config.is_file():
+        config = CONFIGS.get(args.accelerate_config, config)
+        if not config.is_file():
+            known = ", ".join(sorted(CONFIGS))
+            raise InputError(f"`accelerate_config` is '{config}', which does not exist: set a file, or {known}.")
         # The path is relative to the package; accelerate would take it relative to the current folder
-        settings = yaml.safe_load(CONFIGS[args.accelerate].read_text()).get("deepspeed_config", {})
+        settings = yaml.safe_load(config.read_text()).get("deepspeed_config", {})
         if "deepspeed_config_file" in settings and "deepspeed_config_file" not in args.nondefault:
             _set(args, deepspeed_config_file=str(PACKAGE / settings["deepspeed_config_file"]))
-    elif args.accelerate is not None:
-        if not Path(args.accelerate).is_file():
-            raise InputError(
-                f"`--accelerate` is '{args.accelerate}', which does not exist: set a file, or {', '.join(CONFIGS)}."
-            )
-        _set(args, config_file=args.accelerate)
-    if args.training_script in ("train", "evaluate") and not args.module:
-        args.training_script_args = [args.training_script, *args.training_script_args]
-        _set(args, training_script="bapo_trl", module=True)
+    _set(args, config_file=str(config))
     return args
 
 
@@ -137,4 +150,4 @@ def _become_rank(args: argparse.Namespace) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(launch.launch_command_parser().parse_args())

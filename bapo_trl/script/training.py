@@ -24,7 +24,7 @@ from .arguments import EMBEDDED
 from .command_line import TRL, Settings
 from .console import UpdateLines, rewards_in_words, settings_table, without_bars_in_files
 from .datasets import prompt_lines
-from .earlier_run import check_resume, check_start, continues, is_demo, remove_earlier_run, resume_argument
+from .earlier_run import check_resume, check_start, continues, overwrites, remove_earlier_run, resume_argument
 from .models import merge, merges_alone, parts_of
 from .preparation import Inputs, Trainer, gather_inputs, load_data_and_rewards, make_trainer
 
@@ -76,8 +76,7 @@ def run(settings: Settings) -> None:
                 on_main_process(lambda: remove_earlier_run(output_dir))
             before = _train(trainer, inputs, training_args)
         if training_args.do_eval:
-            overwrites = script_args.overwrite_output_dir or is_demo(settings)
-            say(_evaluate_after(trainer, inputs, before, overwrites))
+            say(_evaluate_after(trainer, inputs, before, training_args.do_train or overwrites(settings)))
             if training_args.do_train:
                 with raising_on_all_ranks():
                     trainer.save_state()  # with what was found
@@ -201,7 +200,7 @@ def _save_results(trainer: Trainer, results: dict[str, Any], keeps_before: bool)
     trainer.save_metrics("eval", results)
 
 
-def _evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None, overwrites: bool) -> str:
+def _evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None, replaces: bool) -> str:
     """Evaluate the model as it is now, log its rewards, save the results, and return lines for the terminal."""
     data, output_dir = inputs.data, Path(trainer.args.output_dir)
     path = output_dir / "eval_completions.jsonl"
@@ -210,7 +209,6 @@ def _evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None,
     if trainer.args.do_train:
         is_adapter = (output_dir / "adapter_config.json").exists()
         parts = [(str(output_dir), None), *([parts[-1]] if is_adapter else [])]
-    replaces = trainer.args.do_train or overwrites  # of a training, it is its own
     after = evaluate(trainer, data.test, path, inputs.extract_answer, _origin(parts), replaces)
     rewards = {f"eval_{name}": value for name, value in after.metrics.items()}
     trainer.log(rewards)

@@ -26,7 +26,6 @@ from bapo_trl.script import recipes, serving
 from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import EVALUATE, TRAIN
-from bapo_trl.script.launcher import read_arguments
 
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -86,17 +85,17 @@ def command_line() -> str:
     """Return a section for each command, with its description, its usage and its own flags."""
     of_trl = {f.name for f in fields(ScriptArguments)} - {"dataset_name"}
     ours = [f for f in fields(BAPOScriptArguments) if f.name not in of_trl]
-    (config,) = (each for each in _parser_of(parse_arguments)._actions if each.dest == "config")
+    starting = {each.dest: each.help for each in _parser_of(parse_arguments)._actions}
     train = _table(
         ["flag", "default", "meaning"],
         [
-            ["`--config`", "none", config.help],
+            *([f"`--{name}`", "none", starting[name]] for name in ("config", "accelerate_config")),
             *([f"`--{f.name}`", _value(f.default), f.metadata["help"]] for f in ours),
         ],
     )
     parsers = {
         "recipes": _parser_of(recipes.main), "compare": _parser_of(compare.main), "report": _parser_of(report.main),
-        "launch": _parser_of(read_arguments), "serve": _parser_of(serving.main),
+        "serve": _parser_of(serving.main),
     }  # fmt: skip
     sections = {
         "train": f"{TRAIN.description.strip()}\n\nUsage: `bapo-trl train [--NAME VALUE ...]`\n\n{train}\n\n"
@@ -104,10 +103,7 @@ def command_line() -> str:
         "`ModelConfig` and `DatasetMixtureConfig`. `bapo-trl train --help` lists the flags of this package.",
         "evaluate": f"{EVALUATE.description.strip()}\n\nUsage: `bapo-trl evaluate [--NAME VALUE ...]`\n\n"
         "The flags are those of [train](#train).",
-        **{
-            name: _section(parser, only=("accelerate",) if name == "launch" else ())
-            for name, parser in parsers.items()
-        },
+        **{name: _section(parser) for name, parser in parsers.items()},
     }
     purposes = _table(
         ["command", "purpose"], [[f"[{name}](#{name})", purpose] for name, (_, purpose) in cli.COMMANDS.items()]

@@ -144,7 +144,7 @@ def test_a_configuration_of_accelerate_is_part_of_a_run_and_counts_its_processes
     launched = read(tmp_path, base=base, over={}, accelerate="cpu_ddp")
     launched.check()
     assert not {run.key for run in alone.runs()} & {run.key for run in launched.runs()}
-    with pytest.raises(InputError, match="`--accelerate` is 'none'"):
+    with pytest.raises(InputError, match="`accelerate_config` is 'none'"):
         read(tmp_path, accelerate="none").check()
 
 

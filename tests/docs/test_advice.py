@@ -83,7 +83,7 @@ def test_flags_exist(monkeypatch):
     for main in (compare_command.main, report_command.main, serving.main):
         with pytest.raises(SystemExit):
             main([])
-    known = SETTINGS | OF_OTHERS | {"config", "help", "traceback", "version", "method", "accelerate"}
+    known = SETTINGS | OF_OTHERS | {"config", "help", "traceback", "version", "method", "accelerate_config"}
     known |= {name.lstrip("-") for parser in parsers for action in parser._actions for name in action.option_strings}
     named = {name for text in (*messages(), *CODE) for name in re.findall(r"(?<![\w-])--([a-z][\w-]*[a-z\d])", text)}
     assert sorted(name for name in named if not {name, name.replace("-", "_")} & known) == []

@@ -128,14 +128,13 @@ def save_adapter(path):
 
 def bapo_trl(words):
     match words:
+        case ["train", *arguments] if "--accelerate_config" in arguments:
+            launch, _, _ = _validate_launch_command(read_arguments(arguments))
+            parse_arguments([*launch.training_script_args[1:], *CPU_FLAGS])
         case ["train", *arguments]:
             train(arguments)
         case ["evaluate", *arguments]:
             train([*arguments, "--do_train", "false"])
-        case ["launch", *arguments]:
-            launch, _, _ = _validate_launch_command(read_arguments(arguments))
-            assert launch.training_script == "bapo_trl"
-            parse_arguments([*launch.training_script_args[1:], *CPU_FLAGS])
         case ["serve", *arguments]:
             stand_ins = patch("importlib.util.find_spec"), patch("trl.scripts.vllm_serve.is_vllm_available")
             with stand_ins[0], stand_ins[1], patch("os.execve") as become:

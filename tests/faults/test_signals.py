@@ -313,7 +313,7 @@ exit $code
     # The server says what it serves to the first rank, which waits for it. Launchers take the signal that SLURM sends
     "python": """
 if [[ "$2 $3" == "bapo_trl serve" ]]; then echo "$*" >"$LOG/server"; exit; fi
-if [[ "$2 $3" != "bapo_trl launch" ]]; then exit 3; fi
+if [[ "$2 $3" != "bapo_trl train" ]]; then exit 3; fi
 if [[ "$*" == *"--dry_run true" ]]; then echo "$*" >"$LOG/dry"; exit "${REFUSES:-0}"; fi
 if [[ $SLURM_PROCID == 0 ]]; then cat "$LOG/server" >"$LOG/served"; fi
 kill -USR1 $$
@@ -352,11 +352,11 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
     dry = (tmp_path / "dry").read_text()
     served = "-m bapo_trl serve --model model --host 0.0.0.0 --tensor-parallel-size 4\n"
     assert (tmp_path / "served").read_text() == served
-    sizes = "-m bapo_trl launch --accelerate zero3_multinode --num_machines 4 --num_processes 32 "
+    sizes = "-m bapo_trl train --accelerate_config zero3_multinode --num_machines 4 --num_processes 32 "
     for rank in range(4):
         launched = (tmp_path / f"launched-{rank}").read_text()
         assert sizes in launched
-        assert f"{sizes}train --config recipe.yaml --model_name_or_path model " in dry
+        assert f"{sizes}--config recipe.yaml --model_name_or_path model " in dry
         assert f"--machine_rank {rank} --main_process_ip node0 " in launched
         resume = "true" if found == ["checkpoint-50"] else "false"
         assert f"--model_name_or_path model --output_dir {output_dir} --resume_from_checkpoint {resume} " in launched

@@ -52,36 +52,27 @@ def test_the_help_of_a_command_names_it_and_shows_our_flags(command, capsys):
     assert not {"learning_rate", "lora_r"} & shown  # TRL's documentation lists these
 
 
-@pytest.mark.parametrize("arguments", [["--traceback", "train"], ["train", "--traceback"], ["launch", "--traceback"]])
+@pytest.mark.parametrize("arguments", [["--traceback", "train"], ["train", "--traceback"]])
 def test_the_traceback_of_an_error_is_shown_wherever_the_flag_is(arguments, capsys):
-    flag = ["--accelerate", "none"] if "launch" in arguments else ["--config", "none"]
-    ends(cli.main, [*arguments, *flag, *(["train"] if "launch" in arguments else [])], code=1)
+    ends(cli.main, [*arguments, "--config", "none"], code=1)
     said = capsys.readouterr().err
     assert "Traceback (most recent call last)" in said
     assert said.splitlines()[-1].startswith("bapo_trl.errors.InputError: ")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "of_ranks"),
-    [
-        (["--traceback", "launch", "train", "--seed", "1"], ["train", "--seed", "1", "--traceback"]),
-        (["launch", "--traceback", "train", "--seed", "1"], ["train", "--seed", "1", "--traceback"]),
-        (["launch", "train", "--traceback", "--seed", "1"], ["train", "--traceback", "--seed", "1"]),
-        (["launch", "--traceback", "own.py", "--seed", "1"], ["--seed", "1"]),
-        (["launch", "own.py", "--traceback"], ["--traceback"]),  # which is the script's own
-    ],
+    "arguments",
+    [["--traceback", "train", "--num_processes", "2", "--seed", "1"], ["train", "--num_processes=2", "--seed", "1"]],
 )
-def test_a_launcher_hands_the_flag_on_to_the_ranks_of_this_package(arguments, of_ranks, tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text("")
-    monkeypatch.chdir(tmp_path)
+def test_a_launcher_hands_the_flag_on_to_the_ranks(arguments, monkeypatch):
     launched = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", launched.append)
     assert cli.main(arguments) is None
-    assert launched[0].training_script_args == of_ranks
+    assert launched[0].training_script_args == ["train", "--seed", "1", *arguments[: arguments.index("train")]]
 
 
 def test_the_flag_is_none_of_a_dry_run(capsys):
-    ends(cli.main, ["launch", "--accelerate", "cpu_ddp", "train", "--traceback", "--dry_run", "true", "--seed", "x"])
+    ends(cli.main, ["train", "--accelerate_config", "cpu_ddp", "--traceback", "--dry_run", "true", "--seed", "x"])
     assert "argument --seed: invalid int value" in capsys.readouterr().err
 
 
@@ -106,7 +97,7 @@ run(program, run_name="__main__")
     [
         ["bapo_trl", "train", "--config"],
         ["bapo_trl", "evaluate", "--max_steps", "3", "--config"],
-        ["bapo_trl", "launch", "--accelerate", "cpu_ddp", "train", "--config"],
+        ["bapo_trl", "train", "--accelerate_config", "cpu_ddp", "--config"],
         [str(ROOT / "train_bapo.py"), "--traceback", "--config"],
     ],
     ids=" ".join,

@@ -88,7 +88,7 @@ def test_a_completion_beyond_the_window_leaves_no_room(capsys):
 
 
 def test_a_recipe_can_ask_for_it(capsys, tmp_path):
-    launch = ["launch", "--num_processes", "2", "train"]
+    launch = ["train", "--num_processes", "2"]
     for command, answer in ((["train"], True), (["evaluate"], "yes"), (launch, True)):
         recipe = {**SHORT, "dataset_name": "train.jsonl", "dry_run": answer}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -136,9 +136,9 @@ def test_the_memory_of_a_run(capsys, tmp_path):
     large = {"dataset_name": "train.jsonl", "model_name_or_path": "large", "max_completion_length": "2000"}
     tuned = {"use_peft": "true", "lora_target_modules": "all-linear"}
 
-    def table(launch=(), command="train", **settings):
+    def table(command="train", launch=(), **settings):
         with nothing_written(tmp_path):
-            cli.main([*launch, command, *flags(**large, dry_run="true", **settings)])
+            cli.main([command, *launch, *flags(**large, dry_run="true", **settings)])
         return memory(capsys.readouterr().out)
 
     full, with_mean = table(), table(dry_run_mean_length="100")
@@ -155,7 +155,7 @@ def test_the_memory_of_a_run(capsys, tmp_path):
     assert table(dtype="bfloat16")["weights"] == [1.17]
     assert table(**tuned)["optimizer states"] < [0.1]
     assert table(beta="0.1")["reference model"] == full["weights"]
-    sharded = table(launch=["launch", "--accelerate", "cpu_zero3", "--num_processes", "4"])
+    sharded = table(launch=["--accelerate_config", "cpu_zero3", "--num_processes", "4"])
     assert sharded["weights"] == sharded["gradients"] == [0.59]  # a quarter, computed in float32
     assert table(command="evaluate") == {}
 
@@ -266,7 +266,7 @@ def test_an_adapter_is_saved_without_the_generation_config_of_its_base_unless_it
 def test_several_problems_are_all_named(capsys):
     arguments = flags(**NO_GPU, dataset_name="none.jsonl", resume_from_checkpoint="true")
     with pytest.raises(SystemExit):
-        cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dry_run"])
+        cli.main(["train", "--num_processes", "2", *arguments, "--dry_run"])
     out, err = capsys.readouterr()
     assert "\n                          2 processes *  1 process  8 processes  32 processes\n" in out
     assert re.search(
@@ -307,7 +307,7 @@ def test_a_dry_run_of_a_merge_needs_its_base_and_no_gpu(capsys, monkeypatch):
 def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
     settings = {"steps_per_generation": None, "generation_batch_size": 48, "num_generations": 4}
     arguments = flags(dataset_name="train.jsonl", **settings)
-    cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dry_run"])
+    cli.main(["train", "--num_processes", "2", *arguments, "--dry_run"])
     out = capsys.readouterr().out
     assert re.search(r"\n +2 processes \*  1 process  8 processes  32 processes\n", out)
     assert re.search(r"\n  samples per generation +48 +48 +48 +48\n", out)
@@ -409,10 +409,10 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     DatasetDict(math=Dataset.from_list(SKYWORK * 100)).save_to_disk("skywork")
     sums = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(30) for b in range(30)]
     Dataset.from_list(sums).to_json("train.jsonl")
-    command = ["train", "--config", recipe, *STAND_INS.get(recipe, ()), "--dry_run", "true"]
+    command = ["--config", recipe, *STAND_INS.get(recipe, ()), "--dry_run", "true"]
     capsys.readouterr()
     with nothing_written(tmp_path):
-        cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", *command])
+        cli.main(["train", "--accelerate_config", "zero3", "--num_processes", "6", *command])
     out = capsys.readouterr().out
     shown = (
         ["Evaluation only"] if "aime" in recipe else ["\n  updates per generation", "  6 processes *  1 process  8"]

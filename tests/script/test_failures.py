@@ -115,8 +115,8 @@ def test_a_training_goes_on_where_the_terminal_knows_ascii_alone(tmp_path):
     ],
 )
 def test_of_the_ranks_of_a_launcher_one_says_what_is_wrong(flags, code, line):
-    launch = ["-m", "bapo_trl", "launch", "--accelerate", "cpu_ddp", "--num_processes", "2"]
-    result = run_process([sys.executable, *launch, "train", *flags])
+    launch = ["-m", "bapo_trl", "train", "--accelerate_config", "cpu_ddp", "--num_processes", "2"]
+    result = run_process([sys.executable, *launch, *flags])
     assert result.returncode == code
     assert result.stderr.count(line) == 1
     assert "usage: " not in result.stderr
