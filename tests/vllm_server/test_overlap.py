@@ -227,7 +227,7 @@ def test_a_request_that_fails_is_repeated_by_the_weights_of_then(tmp_path, setti
 
 
 def test_after_a_signal_a_save_waits_a_while_and_the_resumed_run_generates_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("bapo_trl.bapo_trainer.SIGNAL_WAIT_S", 0.05)
+    monkeypatch.setattr("bapo_trl.rollouts.overlap.SIGNAL_WAIT_S", 0.05)
     server = ModelServer({("/v1/completions", 3): "hang"})  # the request for generation step 2
     size = {"save_strategy": "steps", "save_steps": 8, "vllm_request_timeout": 60}
     data = {"train_dataset": toy_dataset(), "callbacks": [StopSignals(), InUpdate(4, terminate)]}
@@ -247,7 +247,7 @@ def test_after_a_signal_a_save_waits_a_while_and_the_resumed_run_generates_again
 
 
 def test_a_signal_ends_the_wait_of_a_save_that_has_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr("bapo_trl.bapo_trainer.SIGNAL_WAIT_S", 0.05)
+    monkeypatch.setattr("bapo_trl.rollouts.overlap.SIGNAL_WAIT_S", 0.05)
     server = ModelServer({("/v1/completions", 3): "hang"})
     signals = StopSignals()
     wait, waited = client.wait, []

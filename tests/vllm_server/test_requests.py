@@ -67,7 +67,7 @@ def test_a_late_answer_is_taken_within_the_limit(deaf, monkeypatch):
         return True
 
     assert session(deaf, 60, is_up).get(f"{deaf.url}/v1/models").json() == {"data": [{"id": "toy"}]}
-    assert len(looks) == 3
+    assert len(looks) >= 3  # and more until the answer is here
 
 
 def test_what_did_not_reach_the_server_is_sent_again(monkeypatch):

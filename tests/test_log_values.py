@@ -10,15 +10,14 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.batch.log_values import LARGEST, SMALLEST
 from bapo_trl.batch.update_means import OF_TOKENS, average_update
-from bapo_trl.checkpoints.files import MANIFEST
-from bapo_trl.checkpoints.log_window import LARGEST, SMALLEST
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.replay.mixer import REPLAY_METRICS
 from bapo_trl.report.figure import PANELS
 from bapo_trl.rollouts.rounds import PARTIAL_METRICS
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
-from tests.helpers.alike import TIMES, assert_same_logs, assert_same_weights
+from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.toy import (
     ON_GPU,
     InUpdate,
@@ -232,33 +231,6 @@ def test_an_undefined_value_is_an_absent_key(tmp_path, reward):
     assert {"entropy", "bapo/masked_share", "eval_entropy"} <= names
     assert "bapo/positive_share" not in names
     assert ("reward" in names) == ("eval_reward" in names) == (reward is not None)
-
-
-# Resume
-
-
-@pytest.mark.parametrize("settings", [{}, POOL_AND_QUEUE, {"loss_type": "vespo"}], ids=["plain", "pool", "vespo"])
-def test_the_line_of_a_resumed_run_covers_its_updates_before_the_checkpoint(tmp_path, settings):
-    """A checkpoint after update 4; lines at 3, 6 and 9."""
-    settings = {**settings, "logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "max_steps": 9}
-    straight = toy_run(tmp_path / "straight", model=ending_model(), **settings)
-    checkpoint = tmp_path / "straight" / "checkpoint-4"
-    resumed = toy_run(tmp_path / "resumed", model=ending_model(1), resume=str(checkpoint), **settings)
-    assert [log["step"] for log in training_logs(resumed)] == [3, 6, 9]
-    assert_same_logs(straight, resumed)
-    assert_same_logs(resumed, straight)  # no name more
-
-
-def test_a_checkpoint_without_the_window_starts_one(tmp_path):
-    """As GRPOTrainer saves them."""
-    settings = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}
-    each = toy_run(tmp_path / "each", **{**settings, "logging_steps": 1})
-    toy_run(tmp_path, **settings)
-    for file in (tmp_path / "checkpoint-4").glob("log_window*"):
-        file.unlink()
-    (tmp_path / "checkpoint-4" / MANIFEST).unlink()
-    resumed = toy_run(tmp_path / "resumed", resume=str(tmp_path / "checkpoint-4"), **settings)
-    assert_lines_cover(training_logs(resumed)[-1:], training_logs(each)[4:6])
 
 
 # Metrics that say nothing under the settings
