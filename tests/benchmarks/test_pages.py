@@ -7,11 +7,6 @@ from bapo_trl.compare.results import Row
 from benchmarks import llm_speed, pages
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
-def test_the_tables_in_the_pages_are_those_of_the_results(page):
-    assert page.read_text() == pages.filled(page.read_text()), "`python -m benchmarks.pages` has to be run"
-
-
 def row(arm: str, seed: int, final: float | None = 0.5, start: float = 0.25, **settings) -> Row:
     settings = {"learning_rate": 0.1, **settings}
     curve = [] if final is None else [(0, start), (8, final)]
