@@ -10,9 +10,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl import BAPOTrainer
 from bapo_trl.batch.layout import LAYOUTS
-from bapo_trl.errors import InputError
 from tests.golden.curves import train_over_a_server
 from tests.helpers.asynchronous import save_toy
 from tests.helpers.commands import succeeded
@@ -21,7 +20,7 @@ from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.rollouts import multi_turn
 from tests.helpers.scripted import Scripted
-from tests.helpers.toy import CPU, ending_model, toy_dataset, toy_model, toy_run, training_logs
+from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_run, training_logs
 
 
 NARROWER = ("trimmed", "balanced")
@@ -209,11 +208,6 @@ def test_the_search_finds_the_bounds_of_padded_micro_batches(tmp_path, scope):
     bounds = [[(log["bapo/clip_low"], log["bapo/clip_high"]) for log in each] for each in logs]
     assert bounds[0] == bounds[1] == bounds[2]
     assert len(set(bounds[0])) > 1
-
-
-def test_an_unknown_layout_names_the_three():
-    with pytest.raises(InputError, match=r"packed.*balanced.*trimmed.*padded"):
-        BAPOConfig(**CPU, micro_batch_layout="packed")
 
 
 # What is computed

@@ -310,32 +310,6 @@ def test_goes_with_other_settings(tmp_path, settings):
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"partial_rollout_oversampling": 2.0}, r"`partial_rollout_oversampling` is 2.0: set it to a number in .1, 2"),
-        (
-            {"partial_rollout_oversampling": 1.04},
-            r"is 1.04, which rounds to 0 carried-over groups, at 12 groups.*above 1.042, e.g. to 1.083,",
-        ),
-        ({"max_completion_length": None}, r"`max_completion_length` is None, but partial rollouts"),
-        ({"partial_rollout_max_staleness": 4}, r"`partial_rollout_max_staleness` is 4, .*at least 5"),
-        ({"num_iterations": 2, "partial_rollout_max_staleness": 10}, r"is 10, .*at least 11"),
-        ({"replay_fraction": 0.5, "replay_max_staleness": 7}, r"`replay_max_staleness` is 7, .*at least 8"),
-        ({"generation_kwargs": {"min_new_tokens": 2}}, r"`min_new_tokens` counts from the start of a call"),
-        ({"generation_kwargs": {"stop_strings": ["."]}}, r"`stop_strings`.*match across two calls"),
-        ({"generation_kwargs": {"seed": 0}}, r"`seed`.*each call draw the same"),
-        ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts over in each call"),
-        ({"generation_kwargs": {"eos_token_id": [1, 5]}}, r"`eos_token_id` .* `generation_config.eos_token_id`"),
-        ({"generation_kwargs": {"guidance_scale": 1.5}}, r"`guidance_scale` treats the completion so far as"),
-        ({"generation_kwargs": {"truncate_prompt_tokens": 9}}, r"`truncate_prompt_tokens` truncates the completion"),
-    ],
-)
-def test_settings_that_do_not_go_with_partial_rollouts(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        BAPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, **PARTIAL, **settings})
-
-
 def test_a_group_lives_on_one_rank(tmp_path, monkeypatch):
     """2 ranks of 12 rows are 3 groups of 8, of which the second would lie on both."""
     args = {**CPU, **OFF_POLICY, **PARTIAL, "num_generations": 8, "steps_per_generation": 3, "num_iterations": 2}

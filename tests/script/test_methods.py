@@ -67,3 +67,21 @@ def test_the_table_of_settings_shows_the_method():
     _, args, *_ = parse_arguments(["--config", "quickstart", "--method", "recommended"])
     assert "method                  recommended\n" in settings_table(args, "recommended")
     assert "method" not in settings_table(args)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("learning_rate: 1e-6", 1e-6),  # text to YAML 1.1
+        ("max_grad_norm:", None), ("seed: '7'", 7), ("save_steps: 0.1", 0.1),
+        ("use_peft: 'yes'", True), ("report_to: none", []), ("scale_rewards: false", "none"),
+        ("resume_from_checkpoint: true", True), ("reward_funcs: my.reward", ["my.reward"]),
+        ("reward_weights: [1, 5e-1]", [1, 0.5]), ("lora_target_modules: all-linear", "all-linear"),
+        ("lr_scheduler_kwargs: {min_lr: 1.0e-7}", {"min_lr": 1e-7}),
+    ],
+)  # fmt: skip
+def test_values_that_trl_and_transformers_accept_are_accepted_in_a_recipe(tmp_path, line, value):
+    name = line.partition(":")[0]
+    (tmp_path / "own.yaml").write_text(f"use_cpu: true\nbf16: false\n{line}\n")
+    parsed = parse_arguments(["--config", str(tmp_path / "own.yaml")])
+    assert [getattr(each, name) for each in parsed if hasattr(each, name)] == [value]

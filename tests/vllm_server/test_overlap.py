@@ -21,7 +21,6 @@ from tests.helpers.failing_server import RUN, ModelServer, client_of
 from tests.helpers.fake_vllm import needs_vllm_server
 from tests.helpers.forked import run_python
 from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_dataset, toy_trainer, training_logs
-from tests.test_bapo_config import config
 
 
 pytestmark = [needs_vllm_server, pytest.mark.trainings]
@@ -426,20 +425,3 @@ def test_twenty_deaths_of_the_server_lose_no_sample(tmp_path):
     assert server.num_starts == 21
     assert trained == (list(toy_dataset()["prompt"]) * 5)[: len(trained)]
     assert len(trained) == 21 * 8
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"use_vllm": False}, "`use_vllm` is False"),
-        ({"vllm_mode": "colocate"}, "`vllm_mode` is 'colocate'"),
-        ({"partial_rollout_oversampling": 1.5}, "`partial_rollout_oversampling` is 1.5"),
-        ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold` is 0.5"),
-        ({"top_p": 0.9}, "`top_p` 0.9"),
-        ({"generation_kwargs": {"temperature": 0.7}}, "`temperature` 0.7"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it_is_rejected(settings, message):
-    with pytest.raises(ValueError, match=message):
-        config(**{**OVERLAP, "overlap_generation": True, **settings})
