@@ -2,21 +2,13 @@
 
 import pytest
 
-from bapo_trl import phase_clock
-from bapo_trl.report.command import write_report
-from bapo_trl.report.facts import facts_of
-from bapo_trl.report.runs import Logs, read_runs
+from bapo_trl.report.runs import Logs
 from bapo_trl.report.times import PHASES, largest_savings, seconds_of, time_line
-from tests.helpers.toy import toy_trainer
-from tests.report.made_logs import made_logs, save_run
+from tests.report.made_logs import made_logs
 
 
 def times(**seconds):
     return {f"time/{name}": seconds.get(name, 0.0) for name in PHASES}
-
-
-def test_the_phases_are_those_of_the_trainer():
-    assert PHASES == phase_clock.PHASES
 
 
 def test_the_seconds_are_those_of_all_updates_of_a_log_line():
@@ -50,16 +42,3 @@ def test_the_line_names_the_largest_part_first():
         "most that a setting could save: overlap_generation 50%."
     )
     assert time_line(Logs([{"step": 1, "loss": 0.1}]), {}) == ""
-
-
-@pytest.mark.figures
-def test_the_report_ends_with_it_and_draws_the_phases(tmp_path):
-    run = save_run(tmp_path / "run", made_logs(size=3, first=4, every=4))
-    text = write_report(read_runs([run]), tmp_path / "report.png")
-    assert text.splitlines()[-1].startswith("Time: 12 updates took 120 s")
-
-
-def test_a_run_without_vllm_is_told_of_no_setting_that_needs_it(tmp_path):
-    facts = facts_of(toy_trainer(tmp_path).args)
-    assert not facts["can_overlap"]
-    assert not facts["can_use_sampler_logps"]

