@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from trl import GRPOConfig, TrlParser
+from trl import GRPOConfig
 
 from bapo_trl import BAPOConfig
 from bapo_trl.bapo_config import own_fields
@@ -40,11 +40,6 @@ def test_cispo_without_a_cap_of_its_own_has_trls_and_is_warned_of():
     assert any("`epsilon_high` is not set" in message for message in setting_warnings(cispo))
 
 
-def test_what_a_field_may_be_stays_when_a_command_line_is_parsed():
-    TrlParser(BAPOConfig).format_help()  # transformers takes `None` out of the fields' types
-    assert config(replay_max_reuse=None).replay_max_reuse is None
-
-
 def test_settings_at_the_edges_are_accepted():
     config(
         positive_contribution_target=1.0, delta=3.0, ratio_lower_start=1.0, ratio_lower_max=1.0, ratio_upper_start=1
@@ -69,23 +64,6 @@ def test_settings_at_the_edges_are_accepted():
 )
 def test_knows_when_every_sample_is_on_policy(args, always_on_policy):
     assert config(**args).is_always_on_policy == always_on_policy
-
-
-@pytest.mark.parametrize(
-    ("args", "warns"),
-    [
-        ({}, True),
-        ({"replay_fraction": 0, "partial_rollout_oversampling": 1.5, "steps_per_generation": 2}, True),
-        ({"hub_strategy": "every_save"}, False),
-        ({"push_to_hub": False}, False),
-        ({"replay_fraction": 0}, False),
-        ({"save_only_model": True}, False),
-    ],
-)
-def test_warns_that_whole_checkpoints_on_the_hub_hold_samples(args, warns):
-    settings = {"push_to_hub": True, "replay_fraction": 0.5, "hub_strategy": "checkpoint", **args}
-    messages = setting_warnings(config(**settings))
-    assert any("prompts and completions" in message for message in messages) == warns
 
 
 @pytest.mark.parametrize("args", [{"logging_steps": 0}, {"hub_strategy": "never"}, {"fp16": True, "bf16": True}])

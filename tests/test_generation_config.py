@@ -79,13 +79,6 @@ def test_what_breaks_over_several_calls_is_rejected_with_partial_rollouts(tmp_pa
         toy_trainer(tmp_path, model, trainer_args=args, **PARTIAL)
 
 
-def test_a_neutral_value_lets_partial_rollouts_go_on(tmp_path):
-    """With 8 new tokens at least, a call for 3 could never end a completion."""
-    model = with_settings(ending_model, min_new_tokens=8)
-    trainer = toy_run(tmp_path, model, **PARTIAL, generation_kwargs={"min_new_tokens": 0})
-    assert trainer.state.global_step == 1
-
-
 def test_a_generation_config_that_cannot_be_saved_is_rejected_before_the_first_update(tmp_path):
     model = with_settings(do_sample=False, temperature=0.7)
     trainer = toy_trainer(tmp_path, model, **SAVES)
@@ -95,11 +88,3 @@ def test_a_generation_config_that_cannot_be_saved_is_rejected_before_the_first_u
     model.generation_config.do_sample = True
     trainer.train()
     assert (tmp_path / "checkpoint-1" / "generation_config.json").is_file()
-
-
-def test_a_run_that_does_not_save_its_generation_config_trains_with_any(tmp_path):
-    settings = {"do_sample": False, "temperature": 0.7}
-    assert toy_run(tmp_path / "no", with_settings(**settings), **ONE_UPDATE).state.global_step == 1
-    adapter = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
-    toy_run(tmp_path / "lora", with_settings(**settings), **SAVES, trainer_args=adapter)
-    assert (tmp_path / "lora" / "checkpoint-1" / "adapter_model.safetensors").is_file()

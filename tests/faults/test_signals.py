@@ -1,14 +1,11 @@
 """Signals while a run trains: the update is finished and saved on all ranks, and the run goes on where it was."""
 
 import json
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 from transformers import Qwen2Config
@@ -18,7 +15,7 @@ from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
-from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_run, toy_trainer
+from tests.helpers.toy import InUpdate, terminate, toy_run, toy_trainer
 
 
 pytestmark = pytest.mark.processes
@@ -169,14 +166,6 @@ def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
     assert find_defect(out / "checkpoint-3") is None
 
 
-def test_the_launcher_tells_of_a_rank_that_fails_and_of_one_that_is_killed(tmp_path):
-    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
-    for script, processes, code in (("fails.py", 1, 3), ("fails.py", 2, 3), ("dies.py", 2, 137)):
-        result = run_command([*launcher_of(processes), str(tmp_path / script)])
-        assert result.returncode == code, result.stderr
-
-
 def launcher_of(processes: int) -> list[str]:
     single = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
     flags = single if processes == 1 else accelerate_launcher("cpu_ddp", processes)[2:]
@@ -235,30 +224,6 @@ def test_a_training_that_raises_gives_the_handlers_back(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_child_that_a_reward_forks_ends_by_sigterm_alone_and_the_run_stops_by_its_own(tmp_path, capfd):
-    stop, ended = StopSignals(), []
-
-    def forking(completions, **kwargs):
-        fork = multiprocessing.get_context("fork")
-        is_up = fork.Event()  # what comes before, Python forgets after a fork
-        child = fork.Process(target=lambda: (is_up.set(), time.sleep(60)), daemon=True)
-        child.start()
-        is_up.wait()
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
-            os.kill(child.pid, number)
-        child.join(20)
-        ended.append(child.exitcode)
-        child.kill()
-        child.join()
-        return digits_reward(completions)
-
-    callbacks = {"callbacks": [stop, InUpdate(2, terminate)]}
-    trainer = toy_run(tmp_path, reward_funcs=forking, trainer_args=callbacks)
-    assert set(ended) == {-signal.SIGTERM}
-    assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 2)
-    assert capfd.readouterr().err.count("the run stops and saves") == 1
-
-
 def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_model_alone(tmp_path):
     def trained(folder, *callbacks, resume=None, **settings):
         return toy_run(tmp_path / folder, trainer_args={"callbacks": list(callbacks)}, **settings, resume=resume)
@@ -271,21 +236,6 @@ def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_
     assert (tmp_path / "stopped" / "checkpoint-2" / "optimizer.pt").exists()
     resumed = trained("stopped", resume=True, **saving)
     assert_same_weights(expected, resumed)
-
-
-def test_in_another_thread_no_handler_is_taken(tmp_path):
-    stop, seen = StopSignals(), []
-    before = signal.getsignal(signal.SIGTERM)
-
-    def watching(completions, **kwargs):
-        seen.append(signal.getsignal(signal.SIGTERM))
-        return [float(len(text)) for text in completions]
-
-    trainer = toy_trainer(tmp_path, reward_funcs=watching, max_steps=1, trainer_args={"callbacks": [stop]})
-    thread = threading.Thread(target=trainer.train)
-    thread.start()
-    thread.join()
-    assert seen == [before]
 
 
 # SLURM
@@ -363,14 +313,6 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
     assert sorted(path.name for path in output_dir.iterdir()) == found  # the mark of the shared disk is gone
 
 
-def test_the_code_of_a_model_is_run_by_every_part_of_the_job_if_that_is_trusted(tmp_path, slurm):
-    environment = slurm | {"TRUST_REMOTE_CODE": "true"}  # above, it is not
-    succeeded(run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **environment))
-    for name in ("dry", *(f"launched-{rank}" for rank in range(4))):
-        assert " --trust_remote_code true " in (tmp_path / name).read_text()
-    assert (tmp_path / "served").read_text().endswith(" --trust-remote-code\n")
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -416,9 +358,3 @@ def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, 
     paths = {"JOB": ROOT / SLURM} | {word: tmp_path / name for word, name in here.items()}
     assert note.read_text() == re.sub("JOB|RECIPE|MODEL|OUT", lambda name: str(paths[name[0]]), submitted)
     assert "checks that all nodes share" in result.stdout
-
-
-def test_the_slurm_script_without_its_arguments_says_how_a_job_is_submitted():
-    usage = run_command(["bash", SLURM, "recipe.yaml", "model"])
-    assert usage.returncode != 0
-    assert "scripts/submit_slurm.py --recipe RECIPE --model MODEL --output_dir OUTPUT_DIR" in usage.stderr

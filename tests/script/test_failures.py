@@ -1,6 +1,5 @@
 """How commands end that fail: one line for a user's error, the traceback of anything else."""
 
-import io
 import json
 import os
 import signal
@@ -50,10 +49,6 @@ def test_any_other_error_keeps_its_traceback(capsys):
     assert text.splitlines()[-1].startswith("json.decoder.JSONDecodeError: ")
 
 
-def test_the_flag_is_taken_out_and_results_are_handed_on():
-    assert run_command(list, ["--a", "--traceback", "1"], "x") == ["--a", "1"]
-
-
 @pytest.mark.parametrize("flags", [[], ["--traceback"]], ids=str)
 def test_ctrl_c_ends_a_command_in_one_line(folder, flags, capsys):
     reward = "import signal\ndef interrupt(completions, **kwargs):\n    signal.raise_signal(signal.SIGINT)\n"
@@ -70,14 +65,6 @@ def test_ctrl_c_ends_a_command_in_one_line(folder, flags, capsys):
     assert "in interrupt\n" in said if flags else said == "bapo-trl evaluate: interrupted\n"
 
 
-def test_a_users_own_error_file_hides_no_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "of" / "errors" / "error.json"))
-    (tmp_path / "of").mkdir()
-    first, second = failed(reject, capsys=capsys), failed(reject, capsys=capsys)
-    assert first == second != ""
-    assert list(tmp_path.iterdir()) == [tmp_path / "of"]
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
 @pytest.mark.parametrize("flags", [["recipes"], ["--help"]])
 def test_output_that_cannot_be_written_is_an_error(flags):
@@ -87,13 +74,6 @@ def test_output_that_cannot_be_written_is_an_error(flags):
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert "No space left on device" in line
-
-
-def test_characters_that_the_terminal_cannot_encode_are_replaced(monkeypatch):
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    run_command(lambda arguments: print("0.5 \u00b1 0.1 in \u00e9\udce9"), [], "bapo-trl train")
-    assert terminal.buffer.getvalue() == b"0.5 ? 0.1 in ??\n"
 
 
 @pytest.mark.processes

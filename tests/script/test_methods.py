@@ -4,7 +4,6 @@ import pytest
 import yaml
 
 from bapo_trl.script.command_line import METHOD_SETTINGS, METHODS, parse_arguments
-from bapo_trl.script.console import settings_table
 from tests.helpers.commands import ROOT
 
 
@@ -17,13 +16,6 @@ def settings(*flags, **wanted):
 def test_a_method_is_its_settings(name):
     of_method = {field: value for field, value in METHODS[name].items() if value is not None}
     assert settings("--method", name, **of_method) == of_method
-
-
-@pytest.mark.parametrize(("name", "low", "high"), [("grpo", 0.8, 1.2), ("clip_higher", 0.8, 1.28)])
-def test_fixed_bounds_are_those_that_were_published(name, low, high):
-    """Of GRPO, and of DAPO's clip-higher."""
-    wanted = {"ratio_lower_start": low, "ratio_lower_max": low, "ratio_upper_start": high, "ratio_upper_max": high}
-    assert settings("--method", name, **wanted) == wanted
 
 
 def test_the_released_method_is_that_of_its_recipe():
@@ -61,12 +53,6 @@ def test_a_recipe_may_name_a_method_with_more(tmp_path):
     assert settings("--config", str(recipe), **wanted) == wanted
     reset = {"loss_type": "dapo", "negative_weight_min": 1.0, "positive_contribution_target": 0.5}
     assert settings("--config", str(recipe), "--method", "bapo", **reset) == reset
-
-
-def test_the_table_of_settings_shows_the_method():
-    _, args, *_ = parse_arguments(["--config", "quickstart", "--method", "recommended"])
-    assert "method                  recommended\n" in settings_table(args, "recommended")
-    assert "method" not in settings_table(args)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@
 import json
 import re
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +10,6 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.report.command import report_line
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import EVALUATE, TRAIN
 from bapo_trl.script.recipes import RECIPES
@@ -142,12 +138,6 @@ def test_a_report_that_fails_stands_in_the_way_of_no_push(tmp_path, capsys, monk
     assert re.search(r"\nReport: not drawn, ModuleNotFoundError: .*matplotlib\.figure", capsys.readouterr().out)
 
 
-def test_a_run_that_logs_no_update_has_no_report(tmp_path):
-    line = report_line([{"step": 2, "eval_reward": 0.5}], tmp_path / "report.png")
-    assert line.startswith("Report: not drawn, no update was logged")
-    assert not (tmp_path / "report.png").exists()
-
-
 @pytest.mark.processes
 def test_two_processes_share_the_work(tmp_path):
     program = ["-m", "bapo_trl", "train"]  # as users of an installed package launch it
@@ -165,27 +155,3 @@ def test_a_dataset_mixture_from_a_recipe(folder, capsys):
     run(config="recipe.yaml", logging_steps=1)
     assert "BAPO on a dataset mixture" in capsys.readouterr().out
     assert [log["step"] for log in logs(folder / "out") if "bapo/clip_low" in log] == [1, 2]
-
-
-@pytest.mark.trainings
-def test_a_run_has_one_name_in_trackio_that_of_its_training_its_evaluation_and_its_resumption(folder, monkeypatch):
-    names, nothing = [], SimpleNamespace(get=lambda: None)
-    module: Any = ModuleType("trackio")
-    module.__spec__, module.config = ModuleSpec("trackio", None), {}
-    module.init = lambda *, name, **kwargs: names.append(name)
-    module.log = module.finish = lambda *args: None
-    module.context_vars = SimpleNamespace(current_space_id=nothing, current_project=nothing, current_run=nothing)
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    monkeypatch.setattr("trl.extras.profiling.is_trackio_available", lambda: False)  # read when it was imported
-    times = iter(("20260101-120000", "20260101-130000"))
-    monkeypatch.setattr("bapo_trl.script.preparation.strftime", lambda form: next(times))
-    settings = {"dataset_name": "train.jsonl", "eval_dataset": "test.jsonl", "report_to": "trackio"}
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    run(**settings, **saving)
-    run(**settings, **saving, max_steps=4, resume_from_checkpoint="true")
-    assert len(names) > 2  # what is logged after a training opens its run anew
-    assert set(names) == {"out-20260101-120000"}
-    names.clear()
-    run(**settings, overwrite_output_dir="true")
-    run(**settings, output_dir="other", run_name="mine")
-    assert set(names) == {"out-20260101-130000", "mine"}

@@ -161,17 +161,6 @@ def test_a_token_whose_log_probability_the_server_lacks_takes_the_current_one(tm
     assert max(log["ratio/max"] for log in log_of(trainer)) > 1.01
 
 
-def test_a_policy_that_is_not_finite_is_found_beside_such_tokens(tmp_path):
-    class Broken(BAPOTrainer):
-        def _compute_loss(self, model, inputs):
-            if self.state.global_step == 2:
-                self.model.model.norm.weight.data[0] = math.nan
-            return super()._compute_loss(model, inputs)
-
-    with pytest.raises(RuntimeError, match=r"NaN or infinity in `per_token_logps` .* at update 3"):
-        run(tmp_path, Broken, ServerWithGaps())
-
-
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "replay_fraction": 0.5}, {"max_steps": 14}], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, settings):
     """From the checkpoint before each generation step, over a restarted server."""
@@ -355,16 +344,6 @@ def test_an_epoch_that_is_ended_early_keeps_completions_with_their_rows(tmp_path
     assert ids[:: trainer.num_generations] in asked[: len(asked) // 2 + 1]
 
 
-def test_requested_completions_that_were_removed_are_generated_again(tmp_path):
-    size = {"save_strategy": "steps", "save_steps": 2}
-    run(tmp_path / "whole", **size)
-    checkpoint = tmp_path / "whole" / "checkpoint-4"
-    for file in checkpoint.glob("requested_completions*"):
-        file.unlink()
-    resumed = run(tmp_path / "resumed", resume=str(checkpoint), **size)
-    assert [log["staleness/max"] for log in log_of(resumed)][-4:] == [0, 1, 2, 3]
-
-
 def test_all_ranks_do_without_what_one_of_them_has_lost(tmp_path, monkeypatch):
     size = {"save_strategy": "steps", "save_steps": 2}
     run(tmp_path / "first", **size)
@@ -378,21 +357,6 @@ def test_all_ranks_do_without_what_one_of_them_has_lost(tmp_path, monkeypatch):
     resumed = run(tmp_path / "resumed", resume=str(tmp_path / "first" / "checkpoint-4"), **size)
     assert gathered == [[True]]  # the other rank makes no call after it
     assert [log["staleness/max"] for log in log_of(resumed)][-4:] == [0, 1, 2, 3]
-
-
-def test_an_evaluation_waits_for_the_request(tmp_path):
-    """It sends weights: the request under way keeps those that it was made with."""
-    evaluating = {
-        "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "num_generations_eval": 3
-    }  # fmt: skip
-    trainer = run(tmp_path / "overlap", eval_dataset=toy_dataset(1), **evaluating)
-    oracle = run(
-        tmp_path / "oracle", OneGenerationLate, eval_dataset=toy_dataset(1), overlap_generation=False, **evaluating
-    )
-    assert_same_weights(trainer, oracle)
-    assert [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log] == [
-        log["eval_reward"] for log in oracle.state.log_history if "eval_reward" in log
-    ]
 
 
 @pytest.mark.processes

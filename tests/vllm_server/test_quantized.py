@@ -1,15 +1,12 @@
 """A base model that bitsandbytes quantized: what vLLM gets of it, and where it cannot work."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from peft import IA3Config, LoraConfig
 from transformers import BitsAndBytesConfig
 
 from bapo_trl.errors import InputError
-from bapo_trl.vllm_server.merged_adapters import send_merged_copies
-from bapo_trl.vllm_server.quantized import check_engine, check_engine_memory, prepare_quantized
+from bapo_trl.vllm_server.quantized import prepare_quantized
 from tests.helpers.alike import assert_same_tensors
 from tests.helpers.scripted_llm import colocate_trainer
 from tests.helpers.toy import toy_model
@@ -117,40 +114,3 @@ def test_packed_weights_that_cannot_be_divided_over_ranks(monkeypatch, tmp_path,
         prepare_quantized(trainer.model, is_sharded=True)
     stored, _ = trainer_with(monkeypatch, tmp_path, {**NF4, "bnb_4bit_quant_storage": "bfloat16"})
     prepare_quantized(stored.model, is_sharded=True)
-
-
-def test_an_engine_without_memory_for_the_full_weights(monkeypatch, tmp_path):
-    trainer, _ = trainer_with(monkeypatch, tmp_path, NF4)
-    full = 2 * (sum(weight.numel() for weight in base_model().parameters()))  # bytes in bfloat16
-    generation = SimpleNamespace(model=trainer.model, tensor_parallel_size=1, gpu_memory_utilization=0.3)
-    check_engine_memory(generation, 5 * full)
-    with pytest.raises(InputError, match=r"`vllm_gpu_memory_utilization` is 0\.3, but .* take 0\.53 of the"):
-        check_engine_memory(generation, 2 * full)
-    generation.model = toy_model()  # which is loaded as it is stored, as TRL has it
-    check_engine_memory(generation, 1)
-
-
-def test_an_engine_that_holds_the_model_quantized(monkeypatch, tmp_path):
-    trainer, _ = trainer_with(monkeypatch, tmp_path, NF4)
-    check_engine(toy_model(), {"quantization": "fp8"})  # which vLLM makes of full weights
-    with pytest.raises(InputError, match=r"vLLM holds the model quantized \('bitsandbytes'\)"):
-        check_engine(trainer.model, {"quantization": "bitsandbytes"})
-
-
-class PackedLinear(torch.nn.Linear):
-    """Has no weights that are parameters, as GPTQ's and AWQ's."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.qweight = self.weight.detach().to(torch.int32)
-        self.weight = self.bias = None
-
-
-def test_an_adapter_on_another_type_of_quantized_layer(monkeypatch, tmp_path):
-    trainer, _ = colocate_trainer(
-        monkeypatch, tmp_path / "run", trainer_args={"peft_config": LoraConfig(target_modules=["q_proj"])}
-    )
-    layer = trainer.model.base_model.model.model.layers[0].self_attn.q_proj
-    layer.base_layer = PackedLinear(16, 16)
-    with pytest.raises(InputError, match=r"on layers of type PackedLinear, .* `load_in_4bit`"):
-        send_merged_copies(SimpleNamespace(model=trainer.model))
