@@ -1,20 +1,14 @@
 """The package as an index would have it: built, installed where nothing of the checkout is, and run."""
 
-import ast
-import configparser
-import re
 import shutil
 import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from packaging.requirements import Requirement
 
 from bapo_trl import __version__
 from tests.helpers.commands import ROOT, run_command, succeeded
@@ -100,37 +94,3 @@ def test_the_wheel_trains_two_updates_and_reports_them(environment, tmp_path):
     assert "Report: report/report.png\n" in run("bapo-trl", "report", "run")
     assert (tmp_path / "report" / "report.png").stat().st_size > 0
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
-
-
-def imported(path: Path) -> set[str]:
-    """Names of the packages that a file of Python imports, anywhere in it."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"bapo_trl"}
-
-
-def required(lines: Iterable[str]) -> set[str]:
-    """Names of the distributions that are required whatever the extras."""
-    parsed = map(Requirement, lines)
-    return {each.name.lower() for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})}
-
-
-def test_what_the_package_imports_is_what_it_requires():
-    options = configparser.ConfigParser()
-    options.read(ROOT / "setup.cfg")
-    lines = [line for line in options["options"]["install_requires"].split("\n") if line and not line.startswith("#")]
-    named = required(lines)
-    # What a required one cannot do without is there too, such as transformers' tokenizers
-    there = named.union(*(required(metadata.requires(name) or []) for name in named))
-    extras = {line for text in options["options.extras_require"].values() for line in text.split("\n") if line}
-    extras |= {"vllm"} if "trl[vllm]" in extras else set()
-    extras.add("bapo_trl_gloo")  # of the same repository
-    optional = {re.split(r"[\[>=<]", line)[0].replace("-", "_") for line in extras}
-    optional |= {name.replace("-", "_") for name in required(metadata.requires("math-verify"))}  # brings it
-    distributions = metadata.packages_distributions()
-    files = list((ROOT / "bapo_trl").rglob("*.py"))
-    assert {"torch", "requests", "yaml"} <= set().union(*map(imported, files))
-    for path in files:
-        missing = {name for name in imported(path) if distributions.get(name, [name])[0].lower() not in there}
-        assert missing <= optional, path

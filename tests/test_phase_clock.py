@@ -69,18 +69,6 @@ def test_a_phase_pauses_the_one_around_it(time):
     assert clock.rates() == {}
 
 
-def test_an_error_in_a_phase_ends_it(time):
-    logs = []
-    clock = PhaseClock(logs.append)
-    clock.on_train_begin(None, None, None)
-    with pytest.raises(KeyError), clock.phase("rewards"):
-        time.passing({}.__getitem__, 1)("missing")
-    time.now += 2
-    clock.on_step_end(None, None, None)
-    assert logs[0]["time/rewards"] == 1
-    assert logs[0]["time/other"] == 2
-
-
 class Wall(TrainerCallback):
     """The time in the updates at the start of a training and at the end of each update."""
 
@@ -122,19 +110,6 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time(tmp_path, monkeypatch, time
     assert [seconds > 0 for seconds in phases["generation"]] == [True, False, False, False] * 2
     assert phases["scoring"][0] > 0
     assert phases["weights"] == phases["waiting"] == [0] * 8
-
-
-def test_tokens_per_second_are_those_of_all_updates_of_a_log_line(tmp_path, time, monkeypatch):
-    monkeypatch.setattr(Trainer, "_get_grad_norm", time.passing(Trainer._get_grad_norm, 2))
-    generated = []
-
-    def reward(completion_ids, **kwargs):
-        generated.append(sum(map(len, completion_ids)))
-        return [float(ids[0] % 7) for ids in completion_ids]
-
-    logs = training_logs(toy_run(tmp_path, reward_funcs=reward, max_steps=8, logging_steps=8))
-    assert logs[0]["tokens/generated_per_s"] == pytest.approx(sum(generated) / 16)
-    assert logs[0]["tokens/trained_per_s"] == pytest.approx(2 * sum(generated) / 16)  # in two passes
 
 
 @needs_vllm_server

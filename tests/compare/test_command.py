@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from bapo_trl import cli
-from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.compare import execution
 from bapo_trl.compare.execution import environments
 from bapo_trl.compare.results import Row, read_rows, write_row
@@ -249,16 +248,6 @@ def test_runs_at_a_time_have_gpus_of_their_own(folder, monkeypatch, jobs, proces
     assert {env.get("CUDA_VISIBLE_DEVICES") for env in environments(read_study("study.yaml"), jobs)} == {visible}
 
 
-@pytest.mark.parametrize(("mode", "is_rejected"), [("server", True), ("colocate", False)])
-def test_runs_at_a_time_share_no_vllm_server(folder, capsys, mode, is_rejected):
-    write_study(base={**BASE, "use_vllm": True, "vllm_mode": mode})
-    assert compare("--jobs", "1", "--dry_run") is None
-    if is_rejected:
-        rejection(capsys, "which holds the weights of only one run: set `--jobs` to 1", "--jobs", "2", "--dry_run")
-    else:
-        assert compare("--jobs", "2", "--dry_run") is None
-
-
 def test_a_finished_study_only_prints_its_tables(folder, capsys):
     write_study()
     invent_rows({"GRPO": [0.5, 0.6], "BAPO": [0.7, 0.9]})
@@ -283,15 +272,6 @@ def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):
     compare("--dry_run", "--only", "BAPO")
     assert capsys.readouterr().out.splitlines()[:2] == ["done   BAPO, seed 0", "to do  BAPO, seed 1"]
     assert not Path("study/logs").exists()
-
-
-def test_a_study_whose_runs_lack_an_input_makes_none(folder, capsys):
-    base = {name: value for name, value in BASE.items() if name != "dataset_name"}
-    write_study(base=base, arms={"GRPO": {"method": "grpo"}})  # beside the study's own evaluation data
-    for arguments in (["--dry_run"], []):
-        rejection(capsys, "arm 'GRPO': `dataset_name` is not set", *arguments)
-    write_study(arms={"GRPO": {"reward_funcs": "no_such.reward", "method": "grpo"}})
-    rejection(capsys, "arm 'GRPO': `reward_funcs` has 'no_such.reward', which cannot be", "--dry_run")
 
 
 def test_a_run_without_results_is_a_row_with_its_error(folder, capsys, monkeypatch):
@@ -320,26 +300,3 @@ def test_stopping_a_study_stops_its_runs(folder):
     with pytest.raises(ProcessLookupError):
         os.kill(int(Path("pid").read_text()), 0)
     assert not list(Path("study/runs").glob("*.json"))
-
-
-def test_bad_arguments_end_in_one_line(folder, capsys):
-    write_study()
-    rejection(capsys, "'DAPO' is not in `arms` of study.yaml: choose one of GRPO, BAPO", "--only", "DAPO")
-    rejection(capsys, "'DAPO' is not in `arms` of study.yaml", "--against", "DAPO")
-    rejection(capsys, "`--jobs` is 0", "--jobs", "0")
-
-
-def test_a_run_that_continued_after_its_study_is_not_disturbed(folder, capsys, monkeypatch):
-    write_study(seeds=[0])
-    (run, _) = read_study("study.yaml").runs()
-    work = Path("study", f".run-{run.key}")
-    work.mkdir(parents=True)
-    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", "pass"])
-    lock = RunLock(str(work))
-    assert lock.acquire() is None
-    ends(cli.main, ["compare", "study.yaml", "--output_dir", "study", "--only", run.arm], code=1)
-    assert "where another run is training" in capsys.readouterr().err
-    assert work.is_dir()
-    lock.release()
-    compare()
-    assert not work.exists()

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import signal
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -197,36 +196,6 @@ def test_prompts_that_no_reward_can_judge_are_counted_apart(folder, capsys):
     assert found["eval_avg@2"] == found["eval_reward"]
     assert [line["rewards"] for line in completions()[2:]] == [{"has_digit": None}] * 2
     assert "\nLeft out, without a reward: 1 of 2 prompts\n" in capsys.readouterr().out
-
-
-def test_rows_without_an_answer_are_counted(folder, capsys):
-    answers = [5.0, None, 0.00001, math.nan, 7.0, 8.0]
-    path = folder / "rows.jsonl"  # JSON's NaN becomes a float, and null none
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{row}+1=", "answer": answer}) + "\n" for row, answer in enumerate(answers))
-    )
-    (folder / "my_rewards.py").write_text(
-        "seen = {}\ndef solutions(prompts, solution, **kwargs):\n"
-        "    seen.update(zip(prompts, solution))\n    return [0.0] * len(prompts)\n"
-    )
-    rewards = "accuracy_reward|my_rewards.solutions"
-    run(dataset_name=path, eval_dataset=path, answer_column="answer", reward_funcs=rewards)
-    assert "Note: 2 of 6 prompts have no `solution`" in (out := capsys.readouterr().out)
-    assert "\nLeft out, without a reward: 2 of 6 prompts\n" in out
-    assert [line["rewards"]["accuracy_reward"] for line in completions()[::4]] == [0, None, 0, None, 0, 0]
-    assert sys.modules["my_rewards"].seen["2+1="] == "1e-05"  # as in the file
-
-
-def test_no_answer_and_no_source_ends_an_evaluation(folder):
-    rows = [{"prompt": f"{a}+1=", "data_source": a % 2} for a in range(4)]
-    Dataset.from_list(rows).to_json("some.jsonl")
-    (folder / "my_extractors.py").write_text("huge = lambda text: '1e9999999'\nempty = lambda text: ' $.'\n")
-    run(do_train="false", eval_dataset="some.jsonl", extract_answer="my_extractors.huge")
-    found = results()
-    assert {"eval_avg@4/0", "eval_maj@4/1"} < set(found)
-    assert found["eval_maj@4"] == found["eval_avg@4"] > 0  # all give the same answer
-    run(do_train="false", eval_dataset="some.jsonl", extract_answer="my_extractors.empty")
-    assert results()["eval_maj@4"] == 0  # without a vote
 
 
 @pytest.mark.parametrize(("streaming", "count", "expected"), [("true", 2, 2), ("false", 100, 6)])

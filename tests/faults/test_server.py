@@ -155,12 +155,6 @@ def test_a_server_that_stays_away_ends_the_run_which_resumes(tmp_path, undisturb
     assert_same_run(resumed, expected)
 
 
-def test_before_the_first_update_there_is_nothing_to_save(tmp_path):
-    with pytest.raises(RuntimeError, match=r"after update 0. No checkpoint was saved\.$"):
-        train(tmp_path, {("/v1/completions", 1): "die"}, comes_back=False)
-    assert not list(tmp_path.glob("checkpoint-*"))
-
-
 @pytest.mark.parametrize(
     ("last", "what", "message", "count"),
     [
@@ -183,12 +177,3 @@ def test_a_server_that_is_not_there_at_the_start(tmp_path, monkeypatch, what):
         server.stop()
     with pytest.raises(RuntimeError, match=r"failed during startup: ConnectionError: not up within 0.2 seconds"):
         train(tmp_path, server=server, comes_back=False)
-
-
-def test_a_server_that_comes_up_meanwhile_is_waited_for(tmp_path):
-    server = ModelServer()
-    server.stop()
-    with client_of(server, lambda look: server.start() if look == 3 else None):
-        trainer_over(server, tmp_path, vllm_server_timeout=30)
-    assert server.num_starts == 2
-    server.stop()

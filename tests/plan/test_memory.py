@@ -144,17 +144,6 @@ def test_the_launcher_says_how_a_model_is_divided(tmp_path, monkeypatch):
     assert sharding_of(args, 4) == Sharding(4, 2, True, ("optimizer",))
 
 
-def test_a_rank_of_zero_3_gathers_weights_while_it_computes_and_samples(tmp_path):
-    args = BAPOConfig(tmp_path, use_cpu=True, bf16=False)
-    shape, batches = shape_of(config_of(QWEN_7B)), [BatchShape(1, 100, 900)]
-    alone, divided = (
-        estimate(args, shape, BF16, batches, 4, True, sharding=Sharding(8, stage, True)) for stage in (2, 3)
-    )
-    layer = 233_057_792
-    assert divided.activations - alone.activations == 2 * (2 * 152_064 * 3584 + 2 * layer)
-    assert divided.sampling - divided.weights == alone.sampling
-
-
 @pytest.mark.parametrize(
     ("optim", "per_weight"),
     [("adamw_torch_fused", 8), ("adamw_8bit", 2), ("sgd", 0), ("lion_32bit", 4), ("paged_lion_8bit", 1)],
@@ -194,24 +183,3 @@ def test_vllm_the_reference_model_and_sampling(tmp_path):
     assert (with_vllm.update, with_vllm.sampling) == (alone.update + with_vllm.sampler, 0)
     args.vllm_enable_sleep_mode = True
     assert estimate(args, shape, MIXED, batches, 64, True, gpu_memory=80 * GIB).update == alone.update
-
-
-def test_a_mean_length_counts_where_micro_batches_are_balanced(tmp_path):
-    config = config_of(QWEN_05B)
-    settings = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 8, "max_completion_length": 4000}
-
-    def at_limit_and_mean(mean=500, **others):
-        args = BAPOConfig(tmp_path, **settings, **others)
-        plan = plan_memory(args, config, "float32", 100, 64, mean_length=mean)
-        return [each.activations for each in plan.columns.values()], plan
-
-    (limit, mean), plan = at_limit_and_mean()
-    assert list(plan.columns) == ["all of 4000 tokens", "mean of 500"]
-    assert mean < 0.6 * limit  # a tile of logits is the same
-    assert plan.otherwise[0] > plan.columns["all of 4000 tokens"].update  # without gradient checkpointing
-    (_, at_most), _ = at_limit_and_mean(mean=1)  # one sample may still have the limit
-    assert at_most > 0.1 * limit
-    for others in ({"micro_batch_layout": "padded"}, {"loss_type": "bnpo"}):
-        (limit, mean), plan = at_limit_and_mean(**others)
-        assert mean == limit
-        assert plan.notes

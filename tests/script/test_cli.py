@@ -43,25 +43,6 @@ def test_the_traceback_of_an_error_is_shown_wherever_the_flag_is(arguments, caps
     assert said.splitlines()[-1].startswith("bapo_trl.errors.InputError: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "of_ranks"),
-    [
-        (["--traceback", "launch", "train", "--seed", "1"], ["train", "--seed", "1", "--traceback"]),
-        (["launch", "--traceback", "train", "--seed", "1"], ["train", "--seed", "1", "--traceback"]),
-        (["launch", "train", "--traceback", "--seed", "1"], ["train", "--traceback", "--seed", "1"]),
-        (["launch", "--traceback", "own.py", "--seed", "1"], ["--seed", "1"]),
-        (["launch", "own.py", "--traceback"], ["--traceback"]),  # which is the script's own
-    ],
-)
-def test_a_launcher_hands_the_flag_on_to_the_ranks_of_this_package(arguments, of_ranks, tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    launched = []
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", launched.append)
-    assert cli.main(arguments) is None
-    assert launched[0].training_script_args == of_ranks
-
-
 AT_THE_FIRST_LIBRARY = """
 import os, runpy, sys
 

@@ -1,16 +1,13 @@
 """What the terminal shows."""
 
-import contextlib
 import io
 
 import pytest
 from datasets import Dataset
 from transformers import TrainerControl, TrainerState
-from transformers.trainer_callback import CallbackHandler
 
 from bapo_trl import BAPOConfig
-from bapo_trl.batch.staleness import staleness_line
-from bapo_trl.script.console import ProgressBar, UpdateLines, settings_table
+from bapo_trl.script.console import UpdateLines, settings_table
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
 
 
@@ -61,27 +58,6 @@ def test_the_table_of_settings_says_what_they_mean(args, expected):
     assert {name: value.strip() for name, value in lines.items()} == {**shape, **expected}
 
 
-REPLAYS = {"replay_fraction": 0.25}
-
-
-@pytest.mark.parametrize(
-    ("args", "line"),
-    [
-        ({"steps_per_generation": 8}, "Off-policy: 4 updates per generation (max staleness 3)."),
-        ({"steps_per_generation": 10}, "Off-policy: 5 updates per generation (max staleness 4)."),
-        (
-            {"steps_per_generation": 1, "gradient_accumulation_steps": 1},
-            "On-policy: 1 update per generation (max staleness 0).",
-        ),
-        (REPLAYS, "Off-policy: 2 updates per generation (no staleness limit, with replay buffer)."),
-        ({**REPLAYS, "replay_max_staleness": 3}, "Off-policy: 2 updates per generation (max staleness 3, with "
-         "replay buffer)."),
-    ],
-)  # fmt: skip
-def test_how_stale_a_run_is(args, line):
-    assert staleness_line(off_policy(num_iterations=1, **args)) == line
-
-
 LOG = {
     "reward": 0.25, "frac_reward_zero_std": 0.5, "entropy": 0.777, "bapo/clip_low": 0.6, "bapo/clip_high": 1.849,
     "bapo/positive_share": 0.7, "ratio/ess": 0.9, "grad_norm": 12.34,
@@ -129,38 +105,6 @@ def test_saves_and_evaluations_are_announced(capsys):
     callback.on_train_begin(None, state, None)
     callback.on_save(off_policy(), state, None)
     assert capsys.readouterr().out == "Saved unused/checkpoint-3\n"
-
-
-@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
-def test_the_bar_and_the_rows_stand_apart(terminal):
-    """In a terminal the bar is cleared before each row; in a file there is none, and each row comes at once."""
-    output = io.StringIO()
-    callback = CallbackHandler([ProgressBar(), UpdateLines()] if terminal else [UpdateLines()], *[None] * 4)
-    state, control, args = TrainerState(max_steps=3, is_world_process_zero=True), TrainerControl(), off_policy()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        callback.on_train_begin(args, state, control)
-        for step in (1, 2, 3):
-            state.global_step = step
-            callback.on_step_end(args, state, control)
-            callback.on_log(args, state, control, {"bapo/positive_share": 0.5, "entropy": float(step)})
-        callback.on_train_end(args, state, control)
-    text = output.getvalue()
-    written = [line.rpartition("\r")[2].split() for line in text.splitlines() if "0.50" in line]
-    assert [(row[0], row[4]) for row in written] == [(f"{step}/3", f"{step}.00") for step in (1, 2, 3)]
-    assert ("it/s" in text) == ("\r" in text) == terminal
-
-
-def test_a_row_of_a_resumed_run_says_how_fast_it_is(monkeypatch, capsys):
-    times = iter([100.0, 104.0, 106.0, 3706.0])
-    monkeypatch.setattr("bapo_trl.script.console.monotonic", lambda: next(times))
-    state = TrainerState(global_step=10, max_steps=20, is_world_process_zero=True)
-    callback = UpdateLines()
-    callback.on_train_begin(None, state, None)
-    for state.global_step in (12, 13, 20):
-        callback.on_log(off_policy(), state, TrainerControl(), logs={"loss": 0.1})
-    # 4 s for 2 updates, 8 left at 2 s each; 2 s for 1, 6 s for 3 so far, 7 left; 3600 s for 7, none left
-    rows = capsys.readouterr().out.splitlines()[2:]
-    assert [row.split()[-2:] for row in rows] == [["2.00", "0:00:16"], ["2.00", "0:00:14"], ["514.29", "0:00:00"]]
 
 
 def test_completions_that_the_terminal_cannot_encode_end_no_training(tmp_path, monkeypatch):

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict, enable_caching
+from datasets import Dataset, DatasetDict
 from trl import DatasetMixtureConfig
 
 from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.datasets import format_prompts, hold_out, load_data, load_mixture, load_splits
+from bapo_trl.script.datasets import format_prompts, hold_out, load_mixture, load_splits
 from tests.helpers.script_runs import run
 
 
@@ -141,20 +140,6 @@ def test_saved_datasets_and_folders_of_files(tmp_path):
     assert load_splits(str(tmp_path / "files"))["test"].to_list() == ROWS[1:]
 
 
-def test_nothing_is_written_beside_data_of_save_to_disk(tmp_path):
-    saved = tmp_path / "saved"
-    Dataset.from_dict({"question": [f"{i}+1=" for i in range(20)]}).save_to_disk(saved)
-    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
-    flags = BAPOScriptArguments(prompt_column=["question"])
-    try:
-        parts = [format_prompts(part, flags) for part in hold_out(load_splits(str(saved))["train"], 0.25)]
-    finally:
-        enable_caching()
-    assert [len(part) for part in parts] == [15, 5]
-    assert sorted(prompt for part in parts for prompt in part["prompt"]) == sorted(f"{i}+1=" for i in range(20))
-    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
-
-
 def test_held_out_prompts_are_always_the_same(tmp_path):
     rows = Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(20)]})
     rows.to_json(tmp_path / "data.jsonl")
@@ -166,18 +151,3 @@ def test_held_out_prompts_are_always_the_same(tmp_path):
         found.append([part["prompt"][:] for part in (mixture["train"], mixture["test"], *hold_out(rows, 0.25))])
     assert found[0] == found[1]
     assert [len(part) for part in found[0]] == [15, 5, 15, 5]
-
-
-@pytest.mark.parametrize(("dataset_name", "config"), [(None, "main"), ("org/data", "main"), ("org/other", None)])
-def test_a_configuration_is_that_of_the_only_data(monkeypatch, dataset_name, config):
-    asked = []
-
-    def load(path, name, **kwargs):
-        asked.append((path, name))
-        return DatasetDict(test=Dataset.from_list(ROWS))
-
-    monkeypatch.setattr("bapo_trl.script.datasets.load_dataset", load)
-    flags = ["--eval_dataset=org/data", "--dataset_config=main", "--do_train=false", "--output_dir=out"]
-    flags += ["--use_cpu=true", "--bf16=false", *([] if dataset_name is None else [f"--dataset_name={dataset_name}"])]
-    assert load_data(parse_arguments(flags)).test.to_list() == ROWS
-    assert asked == [("org/data", config)]

@@ -15,7 +15,7 @@ from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.errors import InputError
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
-from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, chat_tokenizer, fill_folder, flags, run, train_bapo
+from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, chat_tokenizer, fill_folder, flags, run
 from tests.helpers.toy import ON_GPU, opt_model, toy_model
 from tests.script.test_recipes import AIME24, GSM8K, SKYWORK
 
@@ -225,27 +225,6 @@ def test_what_the_run_would_not_begin_with_is_rejected_as_well(left, settings, m
             run(**{"dataset_name": "train.jsonl", "dry_run": dry_run_too, **settings})
         errors.append(str(rejection.value))
     assert errors[1] in errors[0]  # which has all of them
-
-
-@pytest.mark.parametrize(
-    ("left", "arguments", "said"),
-    [
-        ("outputs/quickstart/model.safetensors", ["--config", "quickstart"],
-         "BAPO on the embedded task (sums of two numbers): dry run,"),
-        ("out/checkpoint-2/trainer_state.json", flags(**MERGES),
-         "Merge of the adapter adapter into its base model, in out/merged: dry run,"),
-        ("out/checkpoint-2/trainer_state.json", flags(dataset_name="train.jsonl", resume_from_checkpoint="true"),
-         "BAPO on train.jsonl: dry run,"),
-        ("out/checkpoint-2/trainer_state.json", flags(dataset_name="train.jsonl", overwrite_output_dir="true"),
-         "BAPO on train.jsonl: dry run,"),
-    ],
-)  # fmt: skip
-def test_what_the_run_would_begin_with_is_not_rejected(left, arguments, said, capsys, tmp_path):
-    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
-    leave(left, json.dumps({"global_step": 2, "epoch": 1.0}))
-    with nothing_written(tmp_path):
-        train_bapo.main([*arguments, "--dry_run", "true"])
-    assert capsys.readouterr().out.startswith(f"{said} no weights are loaded, nothing is written.\n")
 
 
 STAND_INS = {  # of the data sets and models of the Hub

@@ -87,23 +87,6 @@ def test_a_training_goes_on_where_the_terminal_knows_ascii_alone(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("flags", "code", "line"),
-    [
-        (["--seed", "abc"], 2, "bapo-trl train: error: argument --seed: invalid int value: 'abc'\n"),
-        (["--config", "none.yaml"], 1, "bapo-trl train: error: `config` is 'none.yaml', which does not exist"),
-    ],
-)
-def test_of_the_ranks_of_a_launcher_one_says_what_is_wrong(flags, code, line):
-    launch = ["-m", "bapo_trl", "launch", "--accelerate", "cpu_ddp", "--num_processes", "2"]
-    result = run_process([sys.executable, *launch, "train", *flags])
-    assert result.returncode == code
-    assert result.stderr.count(line) == 1
-    assert "usage: " not in result.stderr
-    assert "Root Cause" not in result.stderr  # torch's banner
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("redirected", ["| true", ">&- 2>&-"])
 def test_a_terminal_that_is_gone_ends_no_training(tmp_path, redirected):
     flags = "--config quickstart --max_steps 2 --logging_steps 1 --output_dir out --report_to none --do_eval false"

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.planning import print_plan
 from tests.helpers.script_runs import completions, fill_folder, flags, results, run, train_bapo
 
@@ -134,40 +133,6 @@ def test_an_adapter_is_trained_on(adapter):
     assert Path("out/adapter_model.safetensors").exists()
     assert (logits("out") - logits("adapter")).abs().max() > 1e-4
     assert_alike("out/merged", "out")
-
-
-def test_training_a_saved_adapter_with_a_reference_starts_from_its_weights(adapter):
-    of_training = {"model_name_or_path": "adapter", "beta": "0.1", "save_strategy": "steps", "save_steps": "2"}
-    settings = {"dataset_name": "train.jsonl", **of_training, "max_steps": "4"}
-    run(**settings)
-    run(**settings, output_dir="again", resume_from_checkpoint="out/checkpoint-2")
-    saved = [Path(folder, "adapter_model.safetensors").read_bytes() for folder in ("out", "again", "out/checkpoint-2")]
-    assert saved[0] == saved[1] != saved[2]
-
-
-def test_merging_replaces_a_folder_only_if_told_to_and_never_what_the_run_starts_from(adapter):
-    merge = {"do_train": "false", "merge_adapter": "true", "eval_dataset": "test.jsonl"}
-    Path("out/merged").mkdir(parents=True)
-    Path("out/merged/notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="which holds merged of an earlier run"):
-        run(**merge, model_name_or_path="adapter")
-    assert Path("out/merged/notes.txt").read_text() == "mine"
-    run(**merge, model_name_or_path="adapter", overwrite_output_dir="true")
-    assert not Path("out/merged/notes.txt").exists()
-    before = Path("out/merged/model.safetensors").read_bytes()
-    on_merged = {"dataset_name": "train.jsonl", "model_name_or_path": "out/merged", **LORA}
-    again = {"merge_adapter": "true", "overwrite_output_dir": "true"}
-    with pytest.raises(InputError, match=r"which holds the model that the run starts from \(out/merged\)"):
-        run(**on_merged, **again)
-    run(**on_merged, output_dir="second")
-    with pytest.raises(InputError, match="which holds the model that the run starts from"):
-        run(**merge, model_name_or_path="second", overwrite_output_dir="true")
-    assert Path("out/merged/model.safetensors").read_bytes() == before
-
-
-def test_new_adapters_have_no_dropout():
-    assert parse_arguments(flags(use_peft="true"))[2].lora_dropout == 0
-    assert parse_arguments(flags(use_peft="true", lora_dropout=0.1))[2].lora_dropout == 0.1
 
 
 @pytest.mark.parametrize(

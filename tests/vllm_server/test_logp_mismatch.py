@@ -9,10 +9,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.batch.sampler import read_sampler_logps
-from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS, DifferenceCheck, compare_with_sampler
+from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS, compare_with_sampler
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
-from tests.helpers.toy import digits_reward, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
+from tests.helpers.toy import toy_model, toy_run, toy_trainer, training_logs
 
 
 def batch(**extra):
@@ -58,29 +58,6 @@ def test_tokens_of_tools_and_tokens_without_log_probs_do_not_count():
     metrics, difference = compare(without)
     assert metrics["raw_importance_sampling_ratio/mean"] == pytest.approx((1 + 2 + 0.5) / 3)
     assert difference == pytest.approx(2 * math.log(2) / 3)
-
-
-def test_of_several_segments_the_latest_counts():
-    """The first row's first token and the second row's first were sampled by earlier policies."""
-    versions = torch.tensor([[3, 7, 7], [0, 5, 5]])
-    metrics, difference = compare(batch(token_versions=versions))
-    assert metrics["raw_importance_sampling_ratio/mean"] == pytest.approx((1 + math.exp(-0.2) + 0.5) / 3)
-    assert difference == pytest.approx((0 + 0.2 + math.log(2)) / 3)
-    # TRL's own ratio is of the whole sequence: nothing was truncated here
-    used = torch.tensor([[math.exp(-0.1)], [1.0]])
-    metrics, _ = compare(batch(token_versions=versions, importance_sampling_ratio=used), is_per_sequence=True)
-    assert metrics["raw_importance_sampling_ratio/min"] == pytest.approx(0.5)
-    assert metrics["raw_importance_sampling_ratio/max"] == pytest.approx(math.exp(-0.2))
-    assert (metrics["truncated_share"], metrics["masked_share"]) == (0, 0)
-
-
-@pytest.mark.parametrize("key", ["sampling_per_token_logps", "old_per_token_logps"])
-def test_log_probs_that_cannot_be_compared_do_not_pass(key):
-    broken = batch()
-    broken[key].fill_(math.nan)
-    _, difference = compare(broken)
-    with pytest.raises(RuntimeError, match="differ by nan nats"):
-        DifferenceCheck(0.1, ["`top_p` 0.9"])(difference)
 
 
 class Sampler(BAPOTrainer):
@@ -222,20 +199,3 @@ def test_the_weights_are_sent_before_any_forward_pass(monkeypatch, tmp_path):
     trainer.model.register_forward_hook(lambda *args: events.append("forward"))
     trainer.train()
     assert events[:2] == ["sent", "forward"]
-
-
-def test_after_a_training_vllm_samples_from_the_best_model(monkeypatch, tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "per_device_eval_batch_size": 3}
-    evaluations = iter(range(10, 0, -1))
-
-    def worse_each_time(completions, **kwargs):
-        return [float(next(evaluations))] * len(completions) if len(completions) == 3 else digits_reward(completions)
-
-    parts = {"eval_dataset": toy_dataset(1)}
-    trainer = vllm_trainer(monkeypatch, tmp_path, reward_funcs=worse_each_time, trainer_args=parts, **settings, **best)
-    trainer.train()
-    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
-    trainer.evaluate()
-    served, trained = trainer.vllm_generation.served.state_dict(), trainer.model.state_dict()
-    assert all(torch.equal(served[name].cpu(), weight.cpu()) for name, weight in trained.items())

@@ -182,15 +182,6 @@ def test_a_resume_within_a_generation_step_keeps_what_was_requested_for_the_next
     assert at_5["staleness/max"] == 2 + 0  # requested at update 2, with the weights of that update
 
 
-def test_requested_completions_of_other_prompts_are_generated_again(tmp_path):
-    size = {"save_strategy": "steps", "save_steps": 2}
-    run(tmp_path / "whole", **size)
-    prompts = Dataset.from_dict({"prompt": [f"{i}*{i}=" for i in range(40)]})
-    with pytest.warns(UserWarning, match="have other prompts than"):
-        resumed = run(tmp_path / "other", resume=str(tmp_path / "whole" / "checkpoint-4"), dataset=prompts, **size)
-    assert resumed.state.global_step == 8
-
-
 @pytest.mark.parametrize("settings", [{}, {"replay_fraction": 0.5}], ids=str)
 def test_a_request_that_fails_is_repeated_by_the_weights_of_then(tmp_path, settings):
     """The second request dies: its samples come from the weights at the next boundary, with no staleness at first."""
@@ -342,21 +333,6 @@ def test_an_epoch_that_is_ended_early_keeps_completions_with_their_rows(tmp_path
     assert overlapped == plain
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt, _ in overlapped[-1]]
     assert ids[:: trainer.num_generations] in asked[: len(asked) // 2 + 1]
-
-
-def test_all_ranks_do_without_what_one_of_them_has_lost(tmp_path, monkeypatch):
-    size = {"save_strategy": "steps", "save_steps": 2}
-    run(tmp_path / "first", **size)
-    gathered = []
-
-    def gather(found):
-        gathered.append(found)
-        return [*found, False] if len(gathered) == 1 else found  # another rank has none
-
-    monkeypatch.setattr("bapo_trl.rollouts.overlap.gather_object", gather)
-    resumed = run(tmp_path / "resumed", resume=str(tmp_path / "first" / "checkpoint-4"), **size)
-    assert gathered == [[True]]  # the other rank makes no call after it
-    assert [log["staleness/max"] for log in log_of(resumed)][-4:] == [0, 1, 2, 3]
 
 
 @pytest.mark.processes
