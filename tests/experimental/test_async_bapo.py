@@ -1,10 +1,12 @@
 """The asynchronous trainer, on samples that a script gives: TRL's loss, and bounds as a slow search finds them."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import trl
+from accelerate import PartialState
 from transformers import TrainerCallback
 
 
@@ -15,6 +17,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from bapo_trl.clip_bounds import BoundGrid
 from bapo_trl.errors import InputError
 from bapo_trl.experimental import AsyncBAPOConfig, AsyncBAPOTrainer
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers import oracle
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.asynchronous import (
@@ -26,7 +29,7 @@ from tests.helpers.asynchronous import (
     token_logps,
 )
 from tests.helpers.commands import succeeded
-from tests.helpers.forked import run_python
+from tests.helpers.forked import run_function
 from tests.helpers.toy import toy_model, training_logs
 
 
@@ -156,11 +159,28 @@ def test_a_setting_that_trl_copied_into_the_trainer_is_rejected_where_it_changes
             assert trainer.state.global_step == updates
 
 
+def search_on_a_rank(out: str) -> None:
+    samples = scripted_samples(toy_model(), 32)
+    folder = Path(out) / str(PartialState(cpu=True).process_index)
+    model, grid = toy_model(), BoundGrid()
+    exact = weighed_tokens(model, samples[:8])
+    batches = [weighed_tokens(model, part) for part in (samples[:8], samples[8:16])]
+    fresh = [(1.0, advantage, weight) for part in batches for _, advantage, weight in part]
+    for scope, count, tokens in (("micro_batch", 1, exact), ("carried_over", 2, fresh)):
+        size = {"max_steps": 1, "gradient_accumulation_steps": count, "search_scope": scope}
+        trainer = trained(folder, samples, **size, positive_contribution_target=0.4)
+        assert trainer.accelerator.num_processes == 2
+        found = oracle.search(tokens, grid, 0.4, "gradient", "upper_first")
+        low, high = trainer.clip_bounds.low.item(), trainer.clip_bounds.high.item()
+        assert (low, high) == pytest.approx((found.low, found.high))
+    end_training(trainer)
+
+
 @pytest.mark.processes
 def test_two_ranks_search_together(tmp_path):
     for rank in ("0", "1"):
         save_toy(tmp_path / rank)
-    succeeded(run_python(["-m", "tests.helpers.async_worker", tmp_path], ranks=2))
+    succeeded(run_function(search_on_a_rank, tmp_path, ranks=2))
 
 
 def test_an_adapter_is_sent_merged_and_does_not_drift(tmp_path, samples):

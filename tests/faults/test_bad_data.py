@@ -3,10 +3,14 @@
 import asyncio
 import math
 import re
+import traceback
+from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from PIL import Image
 from transformers import (
@@ -24,8 +28,9 @@ from bapo_trl.inputs.checks import check_tokenizer
 from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.script.preparation import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.alike import assert_same_tensors, weights_of
-from tests.helpers.forked import run_python
+from tests.helpers.forked import run_function
 from tests.helpers.script_runs import CHAT_TEMPLATE
 from tests.helpers.toy import (
     brevity,
@@ -284,6 +289,64 @@ def test_rewards_in_any_form_that_trl_reads_are_the_same_rewards(tmp_path):
     assert [log["rewards/my_reward/mean"] for log in training_logs(trainer)] == pytest.approx(means, abs=1e-6)
 
 
+STALE = {
+    "num_iterations": 1, "replay_fraction": 0.5, "partial_rollout_oversampling": 1.5,
+    "partial_rollout_chunk_length": 2,
+}  # fmt: skip
+
+
+def fail_on_a_rank(folder: str, fault: str) -> None:
+    """Write what each rank raised, and at which update, to FOLDER/RANK.txt."""
+    rank = resume = None
+
+    def only_rank_1(completions, **kwargs):
+        rewards = digits_reward(completions)
+        if rank == 1 and fault == "reward raises":
+            raise KeyError("mine")
+        return [math.inf, *rewards[1:]] if rank == 1 else rewards
+
+    class BreaksGradient(BAPOTrainer):
+        """Of the second update, on rank 1."""
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            if self.state.global_step == 1 and rank == 1:
+                loss.register_hook(lambda gradient: gradient * math.nan)
+            return loss
+
+    parts, settings = {}, {"shuffle_dataset": False, "gradient_checkpointing": False}
+    if fault.startswith("reward"):
+        settings["reward_funcs"] = only_rank_1
+    elif fault == "gradient":
+        settings["trainer_class"] = BreaksGradient
+    elif fault == "row":  # with a value that no checkpoint could keep
+        settings |= STALE
+        parts["train_dataset"] = toy_dataset().with_transform(
+            lambda rows: {**rows, "when": [datetime(2026, 11, 23) if rank == 1 else "today"] * len(rows["prompt"])}
+        )
+    else:  # pool or queue: of its own, in a checkpoint
+        settings |= STALE
+        toy_trainer(Path(folder) / "out", **settings, max_steps=2, save_strategy="steps", save_steps=2).train()
+        resume = f"{folder}/out/checkpoint-2"
+    trainer = toy_trainer(Path(folder) / "out", trainer_args=parts, **settings)
+    rank = PartialState().process_index
+    assert trainer.accelerator.num_processes == 2
+    if resume is not None and rank == 1:
+        (file,) = Path(resume).glob(f"*_{fault}_00001_of_00002.safetensors")
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Exception as error:
+        said = "".join(traceback.format_exception_only(error))
+        (Path(folder) / f"{rank}.txt").write_text(
+            f"{said}{type(trainer.model_wrapped).__name__} {trainer.state.global_step}"
+        )
+        if fault == "reward raises":  # of rank 1 alone
+            raise
+    end_training(trainer)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "ranks", "message"),
@@ -297,7 +360,7 @@ def test_rewards_in_any_form_that_trl_reads_are_the_same_rewards(tmp_path):
     ],
 )
 def test_an_error_on_one_rank_ends_the_run(tmp_path, fault, ranks, message):
-    result = run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, fault], ranks=2, timeout_s=120)
+    result = run_function(fail_on_a_rank, tmp_path, fault, ranks=2, timeout_s=120)
     is_of_one = len(ranks) == 1
     assert (result.returncode != 0) == is_of_one, result.stdout + result.stderr
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""The vLLM server dies, hangs, rejects or answers late, and comes back or not. Two ranks are in tests/e2e/faults."""
+"""The vLLM server dies, hangs, rejects or answers late, and comes back or not."""
 
 import json
 import re

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from bapo_trl import BAPOTrainer
 from bapo_trl.batch.staleness import mean_staleness
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.rollouts.injected import InjectedRollouts
+from bapo_trl.upstream.fixes import end_training
 from bapo_trl.vllm_server import client
 from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.commands import succeeded
 from tests.helpers.failing_server import RUN, ModelServer, client_of
 from tests.helpers.fake_vllm import needs_vllm_server
-from tests.helpers.forked import run_python
-from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_dataset, toy_trainer, training_logs
+from tests.helpers.forked import run_function
+from tests.helpers.toy import InUpdate, digits_reward, ending_model, terminate, toy_dataset, toy_trainer, training_logs
 
 
 pytestmark = [needs_vllm_server, pytest.mark.trainings]
@@ -335,9 +337,24 @@ def test_an_epoch_that_is_ended_early_keeps_completions_with_their_rows(tmp_path
     assert ids[:: trainer.num_generations] in asked[: len(asked) // 2 + 1]
 
 
+def train_on_a_rank(out: str) -> None:
+    folder = Path(out)
+    size = {"save_strategy": "steps", "save_steps": 2, "max_completion_length": 30}
+    trainer = run(folder / "overlap", model=ending_model(), **size)
+    assert trainer.accelerator.num_processes == 2
+    oracle = run(folder / "oracle", OneGenerationLate, model=ending_model(), overlap_generation=False, **size)
+    assert_same_weights(trainer, oracle)
+    assert log_of(trainer) == log_of(oracle)
+    assert log_of(trainer)[0]["completions/min_length"] < 10 < log_of(trainer)[0]["completions/max_length"]
+    checkpoint = str(folder / "overlap" / "checkpoint-4")
+    resumed = run(folder / "resumed", model=ending_model(), resume=checkpoint, **size)
+    assert_same_weights(resumed, trainer)
+    end_training(trainer)
+
+
 @pytest.mark.processes
 def test_two_ranks_with_completions_of_unequal_lengths(tmp_path):
-    succeeded(run_python(["-m", "tests.helpers.overlap_worker", tmp_path], ranks=2))
+    succeeded(run_function(train_on_a_rank, tmp_path, ranks=2))
 
 
 def test_twenty_deaths_of_the_server_lose_no_sample(tmp_path):
