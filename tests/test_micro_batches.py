@@ -261,24 +261,6 @@ def test_the_reason_why_micro_batches_are_not_balanced_is_said_once(tmp_path, ca
     assert "not balanced" not in capsys.readouterr().out
 
 
-def test_a_key_that_the_layout_does_not_know_keeps_samples_where_they_are(tmp_path, capsys):
-    class OwnKey(Lengths):
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            return {**batch, "of_each_token": batch["completion_ids"] * 2, "of_each": torch.arange(24)}
-
-        def _compute_loss(self, model, inputs):
-            if self.model.training:
-                assert inputs["of_each_token"].equal(inputs["completion_ids"] * 2)
-                assert len(inputs["of_each"]) == 6
-            return super()._compute_loss(model, inputs)
-
-    trainer = train(tmp_path, "balanced", trainer_class=OwnKey)
-    assert capsys.readouterr().out.count("`of_each_token`") == 1
-    assert {rows for rows, *_ in trainer.shapes} == {6}
-    assert_same_training([train(tmp_path, "padded"), trainer])
-
-
 # Several ranks
 
 

@@ -15,7 +15,7 @@ from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
-from tests.helpers.toy import InUpdate, terminate, toy_run, toy_trainer
+from tests.helpers.toy import InUpdate, terminate, toy_run
 
 
 pytestmark = pytest.mark.processes
@@ -207,23 +207,6 @@ def test_ranks_get_the_signals_of_their_launcher_which_says_no_more(tmp_path, pr
 # Handlers
 
 
-def test_a_training_that_raises_gives_the_handlers_back(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    stop = StopSignals()
-
-    def failing(completions, **kwargs):
-        assert signal.getsignal(signal.SIGTERM) not in (before, signal.SIG_DFL)
-        raise RuntimeError("no reward")
-
-    trainer = toy_trainer(tmp_path, reward_funcs=failing, trainer_args={"callbacks": [stop]})
-    try:
-        with pytest.raises(RuntimeError, match="no reward"):
-            trainer.train()
-    finally:
-        stop.restore()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_model_alone(tmp_path):
     def trained(folder, *callbacks, resume=None, **settings):
         return toy_run(tmp_path / folder, trainer_args={"callbacks": list(callbacks)}, **settings, resume=resume)
@@ -311,22 +294,6 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
         resume = "true" if found == ["checkpoint-50"] else "false"
         assert f"--model_name_or_path model --output_dir {output_dir} --resume_from_checkpoint {resume} " in launched
     assert sorted(path.name for path in output_dir.iterdir()) == found  # the mark of the shared disk is gone
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"BLIND": "node2"}, "which is not shared by all nodes"),
-        ({"NODES": "0 1 2"}, "The job has 3 nodes, not 5"),
-        ({"REFUSES": "2"}, ""),  # the dry run says why
-    ],
-)
-def test_a_job_that_cannot_work_ends_before_it_starts_a_server(tmp_path, slurm, changed, message):
-    result = run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **slurm | changed)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert (tmp_path / "dry").exists() == ("REFUSES" in changed)
-    assert not list(tmp_path.glob("launched-*"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bapo_trl import BAPOConfig
-from bapo_trl.plan.dry_run import sharding_of
 from bapo_trl.plan.memory import (
     GIB,
     BatchShape,
@@ -20,11 +18,10 @@ from bapo_trl.plan.memory import (
     estimate,
     model_states,
     plan_memory,
-    quantized_weight_bytes,
     shape_of,
 )
 from bapo_trl.script.planning import as_in_processes
-from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_7B, SIZES, Shape, lora, make_model
+from benchmarks.gpu_first_run.shapes import QWEN_05B, SIZES, Shape, lora, make_model
 from benchmarks.gpu_first_run.trainers import PROMPT_TOKENS, Setup, settings_for
 from tests.helpers.commands import ROOT
 
@@ -132,39 +129,6 @@ def test_zero_divides_the_states_and_ddp_copies_the_gradients():
     assert states(8, 3, True, ("optimizer", "param")) == [0, 0.25, 0]
     assert states(8) == [2, 4, 4]
     assert Sharding.of_zero({"stage": 3, "offload_param": {"device": "cpu"}}, 8) == Sharding(8, 3, True, ("param",))
-
-
-def test_the_launcher_says_how_a_model_is_divided(tmp_path, monkeypatch):
-    args = BAPOConfig(tmp_path, use_cpu=True, bf16=False)
-    assert sharding_of(args, 4) == Sharding(4)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert sharding_of(args, 4) == Sharding(4, stage=3)
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
-    args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": zero})
-    assert sharding_of(args, 4) == Sharding(4, 2, True, ("optimizer",))
-
-
-@pytest.mark.parametrize(
-    ("optim", "per_weight"),
-    [("adamw_torch_fused", 8), ("adamw_8bit", 2), ("sgd", 0), ("lion_32bit", 4), ("paged_lion_8bit", 1)],
-)
-def test_optimizers_differ_in_their_states(optim, per_weight):
-    shape = shape_of(config_of(QWEN_05B))
-    assert model_states(optim, shape, MIXED, Sharding()).optimizer == per_weight * shape.weights
-
-
-def test_4_bits_leave_embeddings_head_and_norms():
-    assert quantized_weight_bytes(None) is None
-    assert quantized_weight_bytes({"load_in_8bit": True}) == 1
-    four_bits = quantized_weight_bytes({"load_in_4bit": True, "bnb_4bit_use_double_quant": False})
-    assert four_bits == 0.5625  # and 4 bytes for each 64 weights
-    assert 0.5 < quantized_weight_bytes({"_load_in_4bit": True, "bnb_4bit_use_double_quant": True}) < 0.52
-    shape = shape_of(config_of(QWEN_7B), lora())
-    quantized = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 3584 * 18944)
-    assert shape.linear == quantized
-    states = model_states("adamw_torch", shape, Precision(2, 2, four_bits), Sharding())
-    assert states.weights == 2 * (shape.weights - quantized) + 0.5625 * quantized + 2 * shape.adapter
-    assert 5 < states.weights / GIB < 6
 
 
 def test_vllm_the_reference_model_and_sampling(tmp_path):

@@ -232,12 +232,6 @@ def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_p
     assert resumed(replay_discard_saved=True) == 0
 
 
-def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning(tmp_path, recwarn):
-    trainer = spied(tmp_path, gradient_accumulation_steps=4, num_iterations=1)
-    assert not any("always 1" in str(warning.message) for warning in recwarn)
-    assert max(log["ratio/max"] for log in training_logs(trainer)) > 1.05
-
-
 def only_rank_0(completions, **kwargs):
     """Give all completions of rank 1 the same reward, whose mean over 6 of them is another number in float32."""
     return [0.911] * len(completions) if PartialState().process_index else digits_reward(completions)
@@ -266,17 +260,6 @@ def train_on_a_rank(folder: str) -> None:
         ties=[log["frac_reward_zero_std"] for log in trainer.state.log_history if "frac_reward_zero_std" in log],
         weights=sum(weight.double().sum().item() for weight in trainer.model.parameters()),
     )  # fmt: skip
-
-
-def test_a_multimodal_model_is_rejected(tmp_path):
-    class Multimodal(BAPOTrainer):
-        def train(self):
-            self._is_vlm = True  # as TRL sets it for a model with a processor
-            return super().train()
-
-    trainer = toy_trainer(tmp_path, trainer_class=Multimodal, **REPLAY)
-    with pytest.raises(ValueError, match=r"keeps text only.*set `replay_fraction` to 0"):
-        trainer.train()
 
 
 def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):

@@ -1,6 +1,5 @@
 """The picture of runs and what the terminal is told, by the command."""
 
-import json
 import re
 
 import pytest
@@ -84,19 +83,6 @@ def test_three_seeds_are_a_band_and_a_maximum_is_the_largest(report, tmp_path, c
     assert values(staleness, "C1") == [[7.0, 6.0]]
     assert values(found["Importance ratios"], "C2") == [[0.125, 0.5]]
     assert capsys.readouterr().out.count("Health checks") == 1  # which all share
-
-
-def test_the_accuracy_before_and_after_is_drawn_where_a_run_measured_it(report, tmp_path):
-    run = save_run(tmp_path / "run", made_logs(), share())
-    results = {"before_avg@4": 0.4, "before_avg@4_stderr": 0.05, "eval_avg@4": 0.98, "eval_avg@4_stderr": 0.02}
-    (run / "eval_results.json").write_text(json.dumps(results))
-    found = panels(report(run))
-    assert len(found) == MOST_PANELS
-    axes = found[ACCURACY.title]
-    assert axes.lines[0].get_xydata().tolist() == [[0, 0.4], [20, 0.98]]
-    assert [text.get_text().strip() for text in axes.texts] == ["0.40", "0.98"]
-    assert all(0 < text.xy[1] < axes.get_ylim()[1] for text in axes.texts)  # matplotlib leaves out those outside
-    assert axes.get_ylabel() == "avg@4"
 
 
 def rejection(capsys, *arguments) -> str:

@@ -1,7 +1,5 @@
 """Golden tests of each health line: it appears just beyond its threshold, and not within."""
 
-import math
-
 import pytest
 
 from bapo_trl.report import health
@@ -28,10 +26,6 @@ def told(findings: list[Finding]) -> list[tuple[str, str]]:
     assert findings[0].severity == "summary"
     assert {found.severity for found in findings[1:]} <= {"warning"}
     return [(found.name, found.sentence) for found in findings[1:]]
-
-
-def without(log: dict, *names: str) -> dict:
-    return {name: value for name, value in log.items() if name not in names}
 
 
 def evaluated(accuracies: dict[int, float], name="eval_reward", **more) -> list[dict]:
@@ -84,15 +78,6 @@ def test_a_fall_of_the_accuracy_by_a_third_is_told(name):
         assert falls({5: -0.5, 10: 0.1, 20: 0.05}) == []
 
 
-def test_the_accuracy_before_and_after_training_counts():
-    results = {"before_avg@4": 0.5, "before_avg@4_stderr": 0.02, "eval_avg@4": 0.1, "eval_avg@4_stderr": 0.02}
-    (found,) = told(examine(made_logs(), FACTS, results))
-    assert found == ("Accuracy fell", "fell from 0.500 at update 0 to 0.100 at update 20.")
-    assert told(examine(made_logs(), FACTS, {**results, "eval_avg@4": 0.5})) == []
-    resumed = [*evaluated({10: 0.9}), *made_logs(15, first=6)]  # the evaluation is still that of a run that went on
-    assert told(examine([*resumed, {"step": 10, "eval_reward": 0.5}, {"step": 20, "eval_reward": 0.5}])) == []
-
-
 def test_bounds_without_an_effect_are_told():
     def named(facts=ADAPTIVE, **changes):
         return [name for name, _ in lines(facts, **{**WITHIN, **changes})]
@@ -105,21 +90,6 @@ def test_bounds_without_an_effect_are_told():
     assert named(**{"bapo/positive_share": [0.4] * 10 + [0.41]}) == []
     assert named(**{"bapo/positive_share": 0.4 + 1e-7}) == ["Effect of the clip bounds"]  # in float32
     assert named(**{"bapo/clip_low": 0.9, "bapo/clip_high": 3.0}) == ["Effect of the clip bounds"]  # a search in vain
-
-
-@pytest.mark.parametrize("undefined", [None, math.nan, math.inf])
-def test_undefined_values_count_for_nothing(undefined):
-    assert lines(**{"ratio/ess": [undefined, 0.9, undefined, 0.9]}) == []
-    assert lines(**{"ratio/ess": [undefined, 0.1, 0.2, 0.9]}) == [
-        ("Effective sample size", "below 0.3 of the samples in 2 of 19 logs; lowest 0.1 at update 2.")
-    ]
-
-
-def test_a_reward_is_looked_for_at_generations():
-    logs = [without(log, "reward") for log in made_logs()]
-    assert [name for name, _ in told(examine(logs))] == ["No reward"]
-    some = [log if log["step"] % 2 else without(log, "reward", "completions/mean_length") for log in made_logs()]
-    assert told(examine(some)) == []  # generations at every second update
 
 
 def test_checks_that_could_not_be_made_are_named():

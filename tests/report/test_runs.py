@@ -6,7 +6,7 @@ import pytest
 
 from bapo_trl.errors import InputError
 from bapo_trl.report.runs import Logs, group_runs, read_runs
-from tests.report.made_logs import HEALTHY, made_logs, save_run
+from tests.report.made_logs import made_logs, save_run
 
 
 def test_a_run_is_a_folder_a_checkpoint_or_a_state(tmp_path):
@@ -25,13 +25,6 @@ def test_a_run_is_a_folder_a_checkpoint_or_a_state(tmp_path):
     assert read() == read("trainer_state.json") == ("out", list(range(1, 17)), {"seed": 7})
     save_run(tmp_path / "out" / "checkpoint-17", made_logs(17), summary=False)  # resumed from there
     assert read() == ("out", list(range(1, 18)), {"seed": 7})
-
-
-def test_evaluations_and_the_summary_are_no_updates():
-    history = [*made_logs(2), {"step": 2, "eval_reward": 0.5}, {**made_logs(1)[0], "step": 2, "train_runtime": 1.0}]
-    logs = Logs(history)
-    assert logs.steps == [1, 2]
-    assert [logs.points(name).values.tolist() for name in HEALTHY] == [[value] * 2 for value in HEALTHY.values()]
 
 
 def test_a_resumed_run_counts_each_update_once():

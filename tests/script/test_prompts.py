@@ -1,10 +1,10 @@
 """Columns become prompts and answers."""
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.datasets import Data, check_chat_template, format_data, format_prompts
+from bapo_trl.script.datasets import Data, format_data, format_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import chat_tokenizer
 
@@ -93,25 +93,3 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
 def test_a_missing_column_raises_an_error_with_the_existing_ones(row, flags, message):
     with pytest.raises(ValueError, match=message):
         formatted(row, **flags)
-
-
-def test_streams():
-    flags = BAPOScriptArguments(prompt_column=["question"], answer_column=["answer"])
-    (row,) = format_prompts(IterableDataset.from_generator(lambda: iter([AIME])), flags)
-    assert (row["prompt"], row["solution"]) == (AIME["question"], "073")
-    empty = IterableDataset.from_generator(lambda: iter(()))
-    assert format_prompts(empty, flags) is empty
-
-
-def test_chats_need_a_chat_template_that_takes_them():
-    chats = Dataset.from_list([SKYWORK])
-    check_chat_template(Dataset.from_list([{"prompt": "1+1?"}]), character_tokenizer())
-    check_chat_template(None, character_tokenizer())
-    check_chat_template(chats, chat_tokenizer())
-    no_system = chat_tokenizer("{{ raise_exception('System role not supported') }}")
-    for tokenizer, reason in ((no_system, "System role not supported"), (character_tokenizer(), ".*is not set")):
-        message = (
-            rf"prompts are chat messages, but the chat template .* does not accept them \({reason}.*`prompt_template`"
-        )
-        with pytest.raises(ValueError, match=message):
-            check_chat_template(chats, tokenizer)

@@ -67,12 +67,3 @@ def test_a_resumed_run_is_equal(in_folder):
 def test_a_saved_adapter_is_evaluated_on_its_base_in_4_bits(in_folder):
     run(**IN_4_BITS, do_train="false", eval_dataset="test.jsonl", model_name_or_path="out", output_dir="evaluated")
     assert len(completions("evaluated/eval_completions.jsonl")) == len(completions())
-
-
-def test_the_plan_has_the_memory_of_both(in_folder, monkeypatch, capsys):
-    monkeypatch.setattr("bapo_trl.script.preparation.check_packages", lambda *args: None)
-    settings = {**TRAINING, "output_dir": "planned", "dry_run": "true", "use_vllm": "true", "vllm_mode": "colocate"}
-    run(**settings)
-    assert "vLLM holds the model unquantized: 0.00 GiB of weights in bfloat16." in capsys.readouterr().out
-    run(**{**settings, "load_in_4bit": "false"})
-    assert "unquantized" not in capsys.readouterr().out
