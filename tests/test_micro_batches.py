@@ -253,14 +253,6 @@ def test_an_update_without_a_gradient_moves_the_weights_as_with_trl(tmp_path):
     assert [log["grad_norm"] for log in training_logs(trainers[-1])[2:]] == [0] * 6
 
 
-def test_the_reason_why_micro_batches_are_not_balanced_is_said_once(tmp_path, capsys):
-    train(tmp_path, "balanced", loss_type="bnpo")
-    printed = capsys.readouterr().out
-    assert printed.count("not balanced") == printed.count("`loss_type` 'bnpo'") == 1
-    train(tmp_path, "balanced")
-    assert "not balanced" not in capsys.readouterr().out
-
-
 # Several ranks
 
 

@@ -91,39 +91,6 @@ def test_what_the_trainer_lacks_is_named():
         trl_compat.check_trl(Changed, "9.9.9")
 
 
-@needs_vllm_server
-def test_what_the_client_and_the_weight_transfer_lack_is_named(monkeypatch):
-    class Client(trl_compat.VLLMClient):
-        reset_prefix_cache = None
-
-        def update_named_params(self, named_params, metadata):
-            pass
-
-        def generate(self, prompts, features=None, n=1):
-            return self._post(self.url)
-
-    class Generation:
-        def sync_weights(self):
-            with self.model.merged_adapter():
-                return list(self.model.named_parameters())
-
-        def generate(self):
-            self.sync_weights()
-
-    monkeypatch.setattr(trl_compat, "VLLMClient", Client)
-    monkeypatch.setattr(trl_compat, "VLLMGeneration", Generation)
-    assert trl_compat.missing_names() == [
-        "VLLMClient.base_url",
-        "VLLMClient.model",
-        "VLLMClient.reset_prefix_cache",
-        "VLLMClient.update_named_params(self, metadata, named_params, ...)",
-        "VLLMGeneration: _init_vllm",
-        "VLLMGeneration: is_bitsandbytes_available",
-        "VLLMGeneration: merge_adapter",
-        "VLLMGeneration: unmerge_adapter",
-    ]
-
-
 @pytest.mark.trainings
 @pytest.mark.parametrize("settings", [{}, PARTIAL], ids=["", "partial rollouts"])
 def test_a_keyword_that_trl_adds_reaches_it(tmp_path, monkeypatch, settings):

@@ -6,17 +6,15 @@ import os
 import shutil
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.checkpoints.files import MANIFEST, UNFINISHED, find_defect, rotate
+from bapo_trl.checkpoints.files import MANIFEST, UNFINISHED, find_defect
 from bapo_trl.checkpoints.run_lock import LOCK
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.errors import InputError
@@ -170,17 +168,6 @@ def test_a_file_that_is_cut_off_is_found_without_a_manifest(tmp_path):
         assert resume(tmp_path, True) == 4
 
 
-def test_to_go_on_from_the_model_alone_gives_a_warning(run, tmp_path):
-    saved(tmp_path / "model", max_steps=2, save_only_model=True)
-    message = r"model/checkpoint-2 lacks .* start from scratch: optimizer, learning rate schedule, random states\."
-    with pytest.warns(UserWarning, match=message):
-        assert resume(tmp_path / "model", True, max_steps=3) == 2
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert resume(run, True) == 6
-    assert not any("start from scratch" in str(warning.message) for warning in caught)
-
-
 def test_a_folder_has_one_live_run(tmp_path):
     """A second one is started in the middle of a save of the first, and rejected."""
     first, rejected = toy_trainer(tmp_path, **{**SAVING, "max_steps": 2}), []
@@ -271,22 +258,6 @@ def test_the_best_checkpoint_is_that_of_transformers_under_its_name(tmp_path, st
     kept = load_file(tmp_path / "whole" / f"checkpoint-{best}" / "model.safetensors")
     assert all(torch.equal(whole.model.state_dict()[key], kept[key]) for key in kept)
     assert plain.state.best_global_step == whole.state.best_global_step == best
-
-
-@pytest.mark.parametrize(("limit", "best"), [(None, 1), (1, 3), (2, None), (3, 1)])
-def test_the_rotation_keeps_what_that_of_transformers_keeps(tmp_path, limit, best):
-    for run in ("plain", "whole"):
-        for number, name in enumerate(
-            ["checkpoint-12", "checkpoint-3", "checkpoint-1", "checkpoint-4", "checkpoint-5"]
-        ):
-            (tmp_path / run / name).mkdir(parents=True)
-            os.utime(tmp_path / run / name, (1000 + 10 * number, 1000 + 10 * number))
-    unfinished = tmp_path / "whole" / f"{UNFINISHED}-0123abcd"
-    unfinished.mkdir()
-    of = {run: None if best is None else str(tmp_path / run / f"checkpoint-{best}") for run in ("plain", "whole")}
-    rotate_checkpoints(str(tmp_path / "plain"), limit, of["plain"], use_mtime=True)
-    rotate(str(unfinished), str(tmp_path / "whole" / "checkpoint-5"), limit, of["whole"])
-    assert names(tmp_path / "whole") == names(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(("stopped_in", "pushed"), [(None, [2, 4, 6]), (3, [2]), (6, [2, 4])])

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,31 +174,6 @@ def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, name, stops
     assert resumed == straight
 
 
-@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 9)", "sys.exit(137)"])  # of a run, and of its launcher
-def test_a_run_that_is_killed_repeatedly_keeps_its_checkpoints_for_the_next_call(folder, monkeypatch, capsys, ending):
-    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
-    (run,) = read_study("study.yaml").runs()
-    saves = (
-        "import json, os, sys; calls = open('calls', 'a'); calls.write(f'{len(sys.argv)} '); calls.close(); "
-        f"saved = {f'study/.run-{run.key}'!r} + '/checkpoint-2'; os.makedirs(saved, exist_ok=True); "
-        "json.dump({'global_step': 2, 'epoch': 1.0}, open(saved + '/trainer_state.json', 'w')); "
-    )
-    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves + ending])
-    for calls in ("1 3 ", "1 3 3 "):  # started, and resumed once in each call: no new checkpoint was saved
-        assert compare() == 1
-        assert Path("calls").read_text() == calls
-        assert not read_rows(Path("study"))
-        assert Path(f"study/.run-{run.key}/checkpoint-2").is_dir()
-    assert "failed" not in capsys.readouterr().out
-    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves])
-    monkeypatch.setattr(execution, "row_of", lambda run, *args: Row(run.arm, run.sweep, run.seed, final=0.5))
-    for name in ("trainer_state.json", "run_settings.json"):
-        Path(f"study/.run-{run.key}/{name}").touch()
-    assert compare() is None
-    assert Path("calls").read_text() == "1 3 3 3 "
-    assert not list(Path("study").glob(".run-*"))
-
-
 def test_no_file_of_a_study_has_the_value_of_a_secret(folder, monkeypatch, capsys):
     Path("own.yaml").write_text("env: {WANDB_API_KEY: the-key}\n")
     write_study(seeds=[0], base={**BASE, "config": "own.yaml", "hub_token": "the-token"})
@@ -284,19 +258,3 @@ def test_a_run_without_results_is_a_row_with_its_error(folder, capsys, monkeypat
     write_study(seeds=[0], base={**BASE, "learning_rate": 0.5})  # other settings, mended or not, are other runs
     compare("--dry_run")
     assert "2 runs, 2 to do" in capsys.readouterr().out
-
-
-@pytest.mark.processes
-def test_stopping_a_study_stops_its_runs(folder):
-    write_study(seeds=[0])
-    waits = "import os, signal; open('pid', 'w').write(str(os.getpid())); os.kill(os.getppid(), 15); signal.pause()"
-    program = (
-        "import sys\nfrom bapo_trl import cli\nfrom bapo_trl.compare import execution\n"
-        f"execution.command_of = lambda *args: [sys.executable, '-c', {waits!r}]\n"
-        "cli.main(['compare', 'study.yaml', '--output_dir', 'study'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(Path("pid").read_text()), 0)
-    assert not list(Path("study/runs").glob("*.json"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bapo_trl.compare.study import as_arguments, read_study
+from bapo_trl.compare.study import read_study
 from bapo_trl.errors import InputError
 
 
@@ -51,31 +51,6 @@ def test_settings_identify_a_run(tmp_path, monkeypatch):
     Path("own.yaml").write_text("learning_rate: 2.0e-4\n")  # the recipe's content counts
     others = [run.key for run in read(tmp_path, base=base, over={}).runs()]
     assert not set(keys) & set(others)
-
-
-def test_a_run_is_described_without_the_values_of_its_secrets(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def runs(value, **changes):
-        Path("own.yaml").write_text(yaml.safe_dump({"env": {"WANDB_API_KEY": f"k-{value}", "PLACE": f"p-{value}"}}))
-        base = {
-            "config": "own.yaml", "hub_token": f"h-{value}", "model_init_kwargs": {"token": f"m-{value}"}, **changes,
-        }  # fmt: skip
-        return read(tmp_path, base=base, over={}).runs()
-
-    (run, *_), (other, *_), (changed, *_) = runs("1"), runs("2"), runs("1", model_init_kwargs={"revision": "x"})
-    assert run.settings["env"] == ["PLACE", "WANDB_API_KEY"]
-    assert not any(f"{letter}-1" in repr(run.settings) for letter in "kphm")
-    assert run.flags["hub_token"] == "h-1"  # for the run itself
-    assert {"k-1", "h-1", "m-1"} == set(run.secrets)
-    assert run.key == other.key != changed.key
-
-
-def test_flags_stand_on_a_command_line():
-    flags = {"use_cpu": True, "reward_funcs": ["a", "b"], "task_args": {"x": 1}, "learning_rate": 1e-4}
-    words = ["--use_cpu=true", "--reward_funcs", "a", "b", '--task_args={"x": 1}', "--learning_rate=0.0001"]
-    assert as_arguments(flags) == words
-    assert as_arguments({"learning_rate": -1e-6}) == ["--learning_rate=-1e-06"]  # no flag of its own
 
 
 @pytest.mark.parametrize(

@@ -128,23 +128,6 @@ def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
         check_prompts_fit(trainer)
 
 
-@pytest.mark.trainings
-@pytest.mark.parametrize("columns", [{"images": None}, {"image": None}])
-def test_columns_of_images_without_any_train_a_model_of_text(tmp_path, columns):
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    seen = []
-
-    def reward(completions, **kwargs):
-        seen.append(set(columns) <= set(kwargs))
-        return [float(len(message["content"])) for (message,) in completions]
-
-    dataset = Dataset.from_list([{"prompt": USER, **columns}] * 24)
-    parts = {"train_dataset": dataset, "processing_class": tokenizer}
-    assert toy_trainer(tmp_path, reward_funcs=reward, max_steps=1, trainer_args=parts).train().global_step == 1
-    assert seen == [True]
-
-
 IMAGES_TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"

@@ -1,5 +1,4 @@
-"""Settings of ours at random, in and out of range and of any type of YAML: two updates are trained, or an error names a
-field."""
+"""Settings of ours at random, in and out of range, of any type: two updates are trained, or an error names a field."""
 
 import contextlib
 import dataclasses

@@ -6,11 +6,9 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -19,22 +17,17 @@ from bapo_trl import cli
 from bapo_trl.checkpoints.rank_errors import on_main_process
 from bapo_trl.evaluation import measure
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
-from bapo_trl.rollouts.rounds import sampler_window
 from bapo_trl.script import training
 from bapo_trl.upstream.fixes import end_training
-from bapo_trl.vllm_server.stale_server import StaleServerCheck
 from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.forked import run_function
 from tests.helpers.script_runs import flags
-from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
+from tests.helpers.toy import toy_dataset, toy_trainer
 
 
 NO_ROOM = r"OSError: (On rank 0: )?.*No space left on device"
 RAISED = {
     # On rank 0, on rank 1
-    "sampler window": (r"KeyError: 'model_config'", r"RuntimeError: On rank 0: 'model_config'"),
-    "fixed sequence": (r"KeyError: 'model_config'", r"RuntimeError: On rank 0: 'model_config'"),
-    "fixed tokens": (r"Exception: Request failed: 404", r"RuntimeError: On rank 0: Request failed: 404"),
     "completions that are a folder": (r"IsADirectoryError: ", r"OSError: On rank 0: .*Is a directory"),
     "completions on a full disk": (NO_ROOM, NO_ROOM),
     # It alone reads all prompts
@@ -43,21 +36,6 @@ RAISED = {
     "model on a full disk": (NO_ROOM, NO_ROOM),
     "callback in a save": (r"KeyError: 'mine'", r"RuntimeError: On rank 0: 'mine'"),
 }
-
-
-class Server:
-    """A vLLM server that answers, but not what it is asked for."""
-
-    base_url, model = "http://server", "model"
-
-    def __init__(self, info: dict):
-        self.info = info
-
-    def get_server_info(self) -> dict:
-        return self.info
-
-    def _post(self, url, json):
-        raise Exception("Request failed: 404")  # as TRL says it
 
 
 class Counter(TrainerCallback, ExportableState):
@@ -80,19 +58,6 @@ def full(*args, **kwargs):
 
 def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], object]]:
     is_main = accelerator.is_main_process
-    ids = torch.tensor([[3, 4, 5]])
-    batch = dict.fromkeys(("prompt_ids", "completion_ids"), ids)
-    batch |= {name: torch.ones_like(ids) for name in ("prompt_mask", "completion_mask")}
-
-    def window():
-        generation = SimpleNamespace(**({"vllm_client": Server({})} if is_main else {}))
-        trainer = {"use_vllm": True, "vllm_mode": "server", "accelerator": accelerator, "vllm_generation": generation}
-        return sampler_window(SimpleNamespace(**trainer))
-
-    def stale(info: dict):
-        check = StaleServerCheck(accelerator, Server(info) if is_main else None, lambda *_: None)
-        check.ask_server(batch)
-        return check(toy_model())
 
     def evaluated(path: Path):
         trainer = toy_trainer(folder / "evaluated", trainer_class=EvaluatedTrainer, per_device_eval_batch_size=6)
@@ -112,9 +77,6 @@ def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], obj
 
     return {
         "result": lambda: on_main_process(lambda: ["of", "main"] if is_main else None),
-        "sampler window": window,
-        "fixed sequence": lambda: stale({}),
-        "fixed tokens": lambda: stale({"model_config": {"max_model_len": 40}}),
         "completions that are a folder": lambda: evaluated(folder),
         "completions on a full disk": lambda: on_a_full_disk(
             measure, "_write", lambda: evaluated(folder / "completions.jsonl")

@@ -1,16 +1,12 @@
 """`bapo-trl` and its sub-commands. What `train` and `evaluate` do is in the tests of the script."""
 
 import json
-import re
 import sys
-from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 
 from bapo_trl import cli
-from bapo_trl.bapo_config import own_fields
-from bapo_trl.script.arguments import BAPOScriptArguments
 from tests.helpers.commands import ROOT, ends, run_command, succeeded
 
 
@@ -19,19 +15,6 @@ import json, os, sys
 print(json.dumps({"flags": sys.argv[1:], "development": os.environ["VLLM_SERVER_DEV_MODE"], "pid": os.getpid()}))
 sys.exit(3)
 """
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_the_help_of_a_command_names_it_and_shows_our_flags(command, capsys):
-    ours = {f.name for f in (*own_fields(), *fields(BAPOScriptArguments))}
-    ends(cli.main, [command, "--help"], code=0)
-    out = capsys.readouterr().out
-    assert out.startswith(f"usage: bapo-trl {command} [--config RECIPE]")
-    assert f"\n    bapo-trl {command} " in out
-    assert "train_bapo.py" not in out
-    shown = set(re.findall(r"^  (?:-h, )?--([\w-]+)", out, re.MULTILINE))
-    assert {"help", "config"} | ours <= shown
-    assert not {"learning_rate", "lora_r"} & shown  # TRL's documentation lists these
 
 
 @pytest.mark.parametrize("arguments", [["--traceback", "train"], ["train", "--traceback"], ["launch", "--traceback"]])

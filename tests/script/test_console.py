@@ -2,60 +2,17 @@
 
 import io
 
-import pytest
 from datasets import Dataset
 from transformers import TrainerControl, TrainerState
 
 from bapo_trl import BAPOConfig
-from bapo_trl.script.console import UpdateLines, settings_table
+from bapo_trl.script.console import UpdateLines
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
 
 
 def off_policy(**args):
     """Return settings of 6 rows x 4 steps = 24 rows a generation; an update has 2 micro-batches of 6."""
     return BAPOConfig("unused", **{**CPU, **OFF_POLICY, **args})
-
-
-FIXED = {"ratio_lower_max": 0.6, "ratio_upper_start": 3.0}
-SEARCH = {
-    "positive contribution target": "0.5 (contribution_measure gradient)",
-    "search": "search_order upper_first, search_scope carried_over",
-}
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        ({}, {"clip bounds": "lower 0.6 to 0.9, upper 1.2 to 3", **SEARCH}),
-        (
-            {"ratio_lower_start": 0.9, "search_scope": "micro_batch"},
-            {
-                "clip bounds": "lower 0.9, upper 1.2 to 3", **SEARCH,
-                "search": "search_order upper_first, search_scope micro_batch",
-            },
-        ),
-        (FIXED, {"clip bounds": "lower 0.6, upper 3"}),  # nothing is searched
-        ({"loss_type": "vespo"}, {"clip bounds": "none (loss_type vespo)"}),
-        (
-            {"loss_type": "vespo", "negative_weight_min": 0.05},
-            {
-                "clip bounds": "none (loss_type vespo)", "weight of negative tokens": "0.05 to 1", **SEARCH,
-                "search": "search_scope carried_over",
-            },
-        ),
-        (  # a share that is never met is not searched
-            {**FIXED, "negative_weight_min": 0.5, "positive_contribution_target": 1.0},
-            {"clip bounds": "lower 0.6, upper 3", "weight of negative tokens": "0.5"},
-        ),
-    ],
-)  # fmt: skip
-def test_the_table_of_settings_says_what_they_mean(args, expected):
-    lines = dict(line.strip().split("  ", 1) for line in settings_table(off_policy(**args)).splitlines())
-    shape = {
-        "samples per generation": "24 (3 per prompt)",
-        "samples per update": "12 (1 process x 6 x 2 micro-batches)",
-    }
-    assert {name: value.strip() for name, value in lines.items()} == {**shape, **expected}
 
 
 LOG = {

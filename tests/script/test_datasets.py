@@ -85,28 +85,6 @@ def test_values_of_csv_files_are_as_written(tmp_path, name, separator):
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize("streaming", ["false", "true"])
-def test_rewards_get_values_as_written_in_training_evaluation_and_the_dry_run(folder, streaming):
-    (folder / "seen.py").write_text(
-        "seen = []\ndef reward(completions, n, day, id, o, **kwargs):\n"
-        "    seen.append({tuple(map(str, row)) for row in zip(n, day, id, o)})\n"
-        "    return [float(len(text)) for text in completions]\n"
-    )
-    write(folder / "odd.jsonl", WRITTEN)
-    written = set(zip(*(AS_WRITTEN[name] for name in ("n", "day", "id", "o")), strict=True))
-    data = {"dataset_name": "odd.jsonl", "eval_dataset": "odd.jsonl", "reward_funcs": "seen.reward"}
-    run(**data, dataset_streaming=streaming, max_steps=1, do_eval="true")
-    import seen
-
-    assert set.union(*seen.seen) == written
-    assert all(given <= written for given in seen.seen)
-    seen.seen.clear()
-    run(**data, dataset_streaming=streaming, dry_run="true", output_dir="other")
-    (given,) = seen.seen
-    assert given < written
-
-
-@pytest.mark.trainings
 def test_rewards_of_paused_completions_get_values_as_written_after_a_resume(folder):
     (folder / "resumed.py").write_text(
         "seen = []\ndef reward(completions, n, o, **kwargs):\n"

@@ -12,7 +12,6 @@ from datasets import config as datasets_config
 from transformers import PreTrainedModel, Qwen2Config
 
 from bapo_trl import BAPOConfig, cli, dry_run
-from bapo_trl.errors import InputError
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, chat_tokenizer, fill_folder, flags, run
@@ -195,36 +194,9 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
         run(**{"dataset_name": "train.jsonl", **settings})
 
 
-MERGES = {"do_train": "false", "model_name_or_path": "adapter", "merge_adapter": "true"}
-
-
 def leave(file: str, text: str = "{}") -> None:
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("left", "settings", "message"),
-    [
-        ("out/merged/config.json", {"use_peft": "true", "merge_adapter": "true"}, "which holds merged of an"),
-        ("out/merged/config.json", {"dataset_name": None, **MERGES}, "which holds merged of an"),
-        ("out/checkpoint-2/trainer_state.json", {"do_train": "false", "resume_from_checkpoint": "out/checkpoint-2"},
-         "`do_train` is false and evaluation is of `model_name_or_path`"),
-        ("out/checkpoint-2/trainer_state.json", {"resume_from_checkpoint": "other/checkpoint-2"},
-         "which holds checkpoint-2 of an earlier run"),
-        ("out/checkpoint-2/trainer_state.json", {}, "which holds checkpoint-2 .*overwrite_output_dir"),
-        ("out/notes.txt", {"dataset_name": None, **MERGES, "model_name_or_path": "model"}, "there is no adapter"),
-    ],
-)  # fmt: skip
-def test_what_the_run_would_not_begin_with_is_rejected_as_well(left, settings, message):
-    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
-    leave(left)
-    errors = []
-    for dry_run_too in ("true", "false"):
-        with pytest.raises(InputError, match=message) as rejection:
-            run(**{"dataset_name": "train.jsonl", "dry_run": dry_run_too, **settings})
-        errors.append(str(rejection.value))
-    assert errors[1] in errors[0]  # which has all of them
 
 
 STAND_INS = {  # of the data sets and models of the Hub

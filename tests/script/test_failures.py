@@ -1,7 +1,6 @@
 """How commands end that fail: one line for a user's error, the traceback of anything else."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,8 +10,6 @@ import pytest
 from bapo_trl import cli
 from bapo_trl.errors import InputError
 from bapo_trl.script.failures import run_command
-from tests.helpers.commands import run_command as run_process
-from tests.helpers.commands import succeeded
 from tests.helpers.script_runs import flags as short_flags
 
 
@@ -63,27 +60,6 @@ def test_ctrl_c_ends_a_command_in_one_line(folder, flags, capsys):
     assert getattr(ended.value, "code", None) == 130
     said = capsys.readouterr().err
     assert "in interrupt\n" in said if flags else said == "bapo-trl evaluate: interrupted\n"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
-@pytest.mark.parametrize("flags", [["recipes"], ["--help"]])
-def test_output_that_cannot_be_written_is_an_error(flags):
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "bapo_trl", *flags]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert "No space left on device" in line
-
-
-@pytest.mark.processes
-def test_a_training_goes_on_where_the_terminal_knows_ascii_alone(tmp_path):
-    flags = "--config quickstart --max_steps 2 --save_steps 1 --logging_steps 1 --per_device_train_batch_size 8"
-    own = ["--output_dir", "\u00e9t\u00e9", "--max_eval_samples", "8", "--log_completions", "true"]
-    command = [sys.executable, "-m", "bapo_trl", "train", *flags.split(), *own]
-    printed = succeeded(run_process(command, cwd=tmp_path, PYTHONIOENCODING="ascii"))
-    assert "Saved ?t?" in printed
-    assert (tmp_path / "\u00e9t\u00e9" / "model.safetensors").exists()
 
 
 @pytest.mark.processes

@@ -85,17 +85,6 @@ def test_a_merged_model_is_of_the_type_that_was_trained_and_needs_no_gpu(
     assert (logits("new/merged") - logits("model")).abs().max() > 0.01
 
 
-def test_an_adapter_that_is_trained_is_merged_in_the_type_of_its_training(folder, capsys):
-    AutoModelForCausalLM.from_pretrained("model").to(torch.bfloat16).save_pretrained("model")
-    run(**{**LORA, "lora_target_modules": "q_proj"}, dataset_name="train.jsonl", merge_adapter="true")
-    assert json.loads(Path("out/adapter_config.json").read_text())["target_modules"] == ["q_proj"]  # no pattern
-    assert "\nMerged model: out/merged (float32, as it was trained)\n" in capsys.readouterr().out
-    assert json.loads(Path("out/run_settings.json").read_text())["dtype"] == "float32"
-    assert AutoModelForCausalLM.from_pretrained("out/merged").dtype == torch.float32
-    expected = logits("out", dtype=torch.float32)  # beside its base
-    torch.testing.assert_close(logits("out/merged"), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_its_last_update(
     folder, monkeypatch, capsys
 ):

@@ -6,16 +6,14 @@ import sys
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from bapo_trl import BAPOTrainer
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import EVALUATE, TRAIN
 from bapo_trl.script.recipes import RECIPES
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
-from tests.helpers.script_runs import run, train_bapo
+from tests.helpers.script_runs import run
 
 
 SHORT = {
@@ -103,39 +101,6 @@ def test_recipes_by_name_and_by_path_of_which_a_file_of_the_users_comes_first(tm
     (tmp_path / "recipes" / "quickstart.yaml").write_text("learning_rate: 1.0e-3\nuse_cpu: true\nbf16: false\n")
     assert parse_arguments(["--config", "recipes/quickstart.yaml"])[1].learning_rate == 1e-3
     assert parse_arguments(["--config", "quickstart"])[1].learning_rate == 5e-4
-
-
-def run_main(**settings):
-    settings = {**SHORT, "save_strategy": "no", **settings}
-    train_bapo.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
-
-
-@pytest.mark.trainings
-def test_the_evaluation_that_the_best_model_is_chosen_by_is_made_at_the_last_update_too(tmp_path):
-    settings = {"do_eval": "true", "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 256}
-    chosen = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": "true", "max_completion_length": 2}
-    run_main(output_dir=tmp_path, **settings, **chosen)
-    assert [log["step"] for log in logs(tmp_path) if "eval_reward" in log] == [1, 2, 2]
-
-
-@pytest.mark.trainings
-def test_a_report_that_fails_stands_in_the_way_of_no_push(tmp_path, capsys, monkeypatch):
-    pushes = []
-
-    def push_to_hub(trainer, **kwargs):
-        trainer.create_model_card()
-        card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
-        assert "datasets" not in card.data.to_dict()  # a file of the user's is none of the Hub
-        pushes.append(kwargs)
-
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self, *args: setattr(self, "hub_model_id", "me/x"))
-    monkeypatch.setattr(BAPOTrainer, "push_to_hub", push_to_hub)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # installed, but broken
-    run_main(output_dir=tmp_path, push_to_hub="true", do_eval="true", per_device_eval_batch_size=64)
-    assert {"model.safetensors", "eval_results.json"} <= {path.name for path in tmp_path.iterdir()}
-    assert len(pushes) == 2
-    assert re.search(r"\nReport: not drawn, ModuleNotFoundError: .*matplotlib\.figure", capsys.readouterr().out)
 
 
 @pytest.mark.processes

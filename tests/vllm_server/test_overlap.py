@@ -16,7 +16,6 @@ from bapo_trl.batch.staleness import mean_staleness
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.rollouts.injected import InjectedRollouts
 from bapo_trl.upstream.fixes import end_training
-from bapo_trl.vllm_server import client
 from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.commands import succeeded
 from tests.helpers.failing_server import RUN, ModelServer, client_of
@@ -225,31 +224,6 @@ def test_after_a_signal_a_save_waits_a_while_and_the_resumed_run_generates_again
     assert not list(checkpoint.glob("requested_completions*"))
     resumed = run(tmp_path / "resumed", resume=str(checkpoint), **size)
     assert [log["staleness/max"] for log in training_logs(resumed)][-4:] == [0, 1, 2, 3]
-
-
-def test_a_signal_ends_the_wait_of_a_save_that_has_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr("bapo_trl.rollouts.overlap.SIGNAL_WAIT_S", 0.05)
-    server = ModelServer({("/v1/completions", 3): "hang"})
-    signals = StopSignals()
-    wait, waited = client.wait, []
-
-    def wait_and_stop(requests, timeout):
-        waited.append(timeout)
-        if len(waited) == 2:  # the save of update 4 waits
-            terminate()
-        return wait(requests, 0 if len(waited) > 1 else timeout)
-
-    with client_of(server):
-        monkeypatch.setattr(client, "wait", wait_and_stop)
-        trainer = toy_trainer(
-            tmp_path, vllm_server_base_url=server.url,
-            trainer_args={"train_dataset": toy_dataset(), "callbacks": [signals]},
-            **{**OVERLAP, "save_strategy": "steps", "save_steps": 4},
-        )  # fmt: skip
-        with pytest.warns(UserWarning, match="has not answered"):
-            trainer.train()
-    server.stop()
-    assert trainer.state.global_step == 5  # transformers ends after the update that follows the save
 
 
 @pytest.mark.parametrize(

@@ -76,24 +76,6 @@ def test_after_a_failure_the_rest_of_the_weights_is_still_gathered():
     server.stop()
 
 
-def test_over_nccl_a_failed_transfer_ends_the_trainers_part():
-    """NCCL itself is not run: its communicator is told to abort, once the server's answer is an error."""
-    server, aborted = ModelServer({("/update_weights", 1): 500}), []
-
-    class Communicator:
-        def destroy(self):
-            aborted.append(True)
-
-    with client_of(server) as client_class:
-        client = client_class(base_url=server.url)
-        client.take_failure()
-        client.communicator = Communicator()
-        with pytest.raises(requests.HTTPError, match="status 500"):
-            client._post(f"{server.url}/update_weights", json={})
-    assert aborted == [True]
-    server.stop()
-
-
 # Settings
 
 
