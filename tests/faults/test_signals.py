@@ -12,9 +12,10 @@ from transformers import Qwen2Config
 
 from bapo_trl.checkpoints.files import find_defect
 from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
+from tests.helpers import signal_runs
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
-from tests.helpers.forked import run_python
+from tests.helpers.forked import run_function, run_python
 from tests.helpers.toy import InUpdate, terminate, toy_run
 
 
@@ -51,8 +52,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("signals")
-    program = ["-m", "tests.helpers.signal_runs", folder, json.dumps(list(CASES.values()))]
-    printed = succeeded(run_python(program, timeout_s=600))
+    printed = succeeded(run_function(signal_runs.main, folder, json.dumps(list(CASES.values())), timeout_s=600))
     return dict(zip(CASES, map(json.loads, printed.splitlines()), strict=True))
 
 
