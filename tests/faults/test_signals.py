@@ -2,20 +2,18 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 
 import pytest
-from transformers import Qwen2Config
 
 from bapo_trl.checkpoints.files import find_defect
 from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
 from tests.helpers import signal_runs
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
-from tests.helpers.forked import run_function, run_python
+from tests.helpers.forked import run_function
 from tests.helpers.toy import InUpdate, terminate, toy_run
 
 
@@ -294,34 +292,3 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
         resume = "true" if found == ["checkpoint-50"] else "false"
         assert f"--model_name_or_path model --output_dir {output_dir} --resume_from_checkpoint {resume} " in launched
     assert sorted(path.name for path in output_dir.iterdir()) == found  # the mark of the shared disk is gone
-
-
-@pytest.mark.parametrize(
-    ("flags", "submitted"),
-    [
-        ([], "--nodes=5 --gpus-per-node=8 JOB RECIPE MODEL OUT\n4\n8\n4\nfalse\n"),  # 28 heads, 4 of keys and values
-        (["--trust_remote_code"], "--nodes=5 --gpus-per-node=8 JOB RECIPE MODEL OUT\n4\n8\n4\ntrue\n"),
-        (
-            ["--trainer_nodes", "2", "--gpus_per_node", "4", "--tensor_parallel_size", "2", "--", "--time=1:00:00"],
-            "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB RECIPE MODEL OUT\n2\n4\n2\nfalse\n",
-        ),
-        (["--tensor_parallel_size", "8"], "has 28 attention heads (4 key-value heads), and a node has 8 GPUs: choose"),
-        (["--model", "nowhere"], "--model is 'nowhere', but its configuration cannot be loaded"),
-    ],
-    ids=["defaults", "code of the model", "sizes", "heads", "no model"],
-)
-def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, slurm, flags, submitted):
-    Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(tmp_path / "model")
-    (tmp_path / "recipe.yaml").write_text("")
-    names = {"--recipe": "recipe.yaml", "--model": str(tmp_path / "model"), "--output_dir": "out"}
-    given = [part for name, value in names.items() if name not in flags for part in (name, value)]
-    result = run_python([ROOT / "scripts" / "submit_slurm.py", *given, *flags], cwd=tmp_path, **slurm)
-    note = tmp_path / "submitted"
-    if result.returncode:
-        assert submitted in result.stderr
-        assert not note.exists()
-        return
-    here = {"RECIPE": "recipe.yaml", "MODEL": "model", "OUT": "out"}
-    paths = {"JOB": ROOT / SLURM} | {word: tmp_path / name for word, name in here.items()}
-    assert note.read_text() == re.sub("JOB|RECIPE|MODEL|OUT", lambda name: str(paths[name[0]]), submitted)
-    assert "checks that all nodes share" in result.stdout
