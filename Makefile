@@ -61,10 +61,9 @@ test-e2e: $(E2E_CACHE)/.installed
 	$(E2E_EDITABLE)
 	$(E2E_ENV) $(E2E_BIN)/python -m pytest -o addopts=-ra $(E2E_TESTS)
 
-# Every fault as often as docs/failures.md counts it; `make test-all` and `make test-e2e` try a tenth
+# Every fault as often as docs/failures.md counts it; `make test-all` tries a tenth
 test-faults:
 	FAULTS=all $(MAKE) test-all PYTEST_FLAGS=tests/faults
-	FAULTS=all $(MAKE) test-e2e E2E_TESTS=tests/e2e/faults
 
 $(E2E_CACHE)/.installed:
 	@echo "Installing DeepSpeed and vLLM into $(E2E_CACHE), once: this takes some minutes ..."

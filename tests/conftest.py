@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 
-REASONS = ("processes", "kills", "fuzz", "sharding", "trainings", "figures", "rehearsal")
+REASONS = ("processes", "kills", "fuzz", "sharding", "trainings", "figures")
 settings.register_profile("bapo_trl", deadline=None)  # how long an example takes is the machine's
 settings.load_profile("bapo_trl")
 os.environ["COLUMNS"] = "120"  # tables do not depend on the terminal of the tests

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import TrainerCallback
-from trl import GRPOConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.batch.reward_sums import best_of_k
@@ -19,8 +17,6 @@ from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.toy import (
-    CPU,
-    OFF_POLICY,
     InUpdate,
     digits_reward,
     toy_dataset,
@@ -201,25 +197,6 @@ def test_off_policy_mask_reads_the_log_probs_of_a_rollout_func(tmp_path):
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
-def test_look_ahead_passes_the_models_other_inputs_on(tmp_path):
-    class WithTokenTypes(Recorder):
-        def _generate_and_score_completions(self, inputs):
-            output = super()._generate_and_score_completions(inputs)
-            shape = (len(output["prompt_ids"]), output["prompt_ids"].shape[1] + output["completion_ids"].shape[1])
-            output["token_type_ids"] = torch.zeros(shape, dtype=torch.int64)
-            return output
-
-        def _get_per_token_logps_and_entropies(self, model, *args, token_type_ids=None, **kwargs):
-            if not self._generating:
-                seen.append(token_type_ids is not None)
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-
-    seen = []
-    toy_trainer(tmp_path, trainer_class=WithTokenTypes, search_scope="batch").train()
-    assert all(seen)
-    assert len(seen) == 4 * 2 + 3 * 2  # losses, and look-aheads but that of the first update
-
-
 def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path):
     trainer = toy_run(tmp_path, max_steps=1)
     batch, trainer._buffered_inputs = trainer._buffered_inputs[0], None
@@ -268,20 +245,6 @@ def test_a_run_after_an_aborted_one_is_that_of_a_new_trainer(tmp_path):
     assert new.entropy_coef == again.entropy_coef > 0.1
 
 
-def test_a_setting_that_changes_during_a_run_is_rejected_by_name(tmp_path):
-    class Change(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            args.positive_contribution_target = 0.8
-
-    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Change()]}, search_scope="batch")
-    with pytest.raises(ValueError, match=r"`positive_contribution_target` was changed from 0\.5 to 0\.8 during"):
-        trainer.train()
-    assert trainer.state.global_step == 1
-    trainer.train()  # between two runs it may
-    logs = training_logs(trainer)
-    assert [log["bapo/target_met"] for log in logs] == [log["bapo/positive_share"] >= 0.799 for log in logs]
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -309,23 +272,6 @@ def test_a_setting_that_trl_copied_into_the_trainer_is_rejected_by_name_where_it
     assert trainer.state.global_step == 0
     setattr(trainer.args, name, old)
     trainer.train()
-
-
-@pytest.mark.parametrize("holder", ["args", "trainer"])
-def test_the_loss_cannot_change_on_one_side_alone_before_or_during_a_run(tmp_path, holder):
-    class Change(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            change()
-
-    def change():
-        (trainer if holder == "trainer" else trainer.args).loss_type = "sapo"
-
-    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Change()]})
-    for updates in (1, 0):  # the first time, during a run
-        trainer.state.global_step = 0
-        with pytest.raises(ValueError, match="`loss_type` was changed from 'dapo' to 'sapo' after the trainer was"):
-            trainer.train()
-        assert trainer.state.global_step == updates
 
 
 def saved_model(tmp_path) -> str:
@@ -499,26 +445,6 @@ def test_clip_bounds_are_the_start_bounds_before_and_the_latest_after_training(t
 # What a TRL user does with a trainer
 
 
-def test_takes_the_place_of_grpo_trainer_with_its_arguments_as_they_are(tmp_path):
-    args = GRPOConfig(str(tmp_path), **CPU, **OFF_POLICY)
-    trainer = BAPOTrainer(toy_model(), digits_reward, args, toy_dataset(), None, character_tokenizer())
-    trainer.train()
-    assert "bapo/clip_high" in training_logs(trainer)[-1]
-
-
-def test_model_id_without_args(tmp_path, monkeypatch):
-    class CPUConfig(BAPOConfig):
-        def __init__(self, output_dir):
-            super().__init__(output_dir, **CPU)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bapo_trl.bapo_trainer.BAPOConfig", CPUConfig)
-    with pytest.warns(UserWarning, match="always 1"):  # TRL's defaults are on-policy
-        trainer = BAPOTrainer(saved_model(tmp_path), digits_reward, train_dataset=toy_dataset())
-    assert trainer.args.output_dir == "start-BAPO"
-    assert trainer.model.config.hidden_size == 16
-
-
 def test_evaluation_logs_mean_and_best_of_k_and_leaves_bounds_and_search_alone(tmp_path):
     rewards = []
 
@@ -551,14 +477,6 @@ def test_best_of_k_weights_rewards_and_leaves_out_what_nothing_scored():
 # Warnings and errors
 
 
-@pytest.mark.parametrize(("num_iterations", "count"), [(2, 0), (1, 1)])
-def test_one_warning_says_which_setting_makes_data_off_policy(tmp_path, recwarn, num_iterations, count):
-    toy_trainer(tmp_path, steps_per_generation=2, num_iterations=num_iterations)
-    told = [str(warning.message) for warning in recwarn if "always 1" in str(warning.message)]
-    assert len(told) == count
-    assert all("`steps_per_generation`" in text and "`num_iterations`" in text for text in told)
-
-
 @pytest.mark.parametrize(("num_processes", "num_prompts", "needed"), [(1, 7, 8), (2, 15, 16)])
 def test_too_few_prompts_for_one_generation_are_rejected_before_the_model_loads(
     tmp_path, monkeypatch, num_processes, num_prompts, needed
@@ -568,14 +486,6 @@ def test_too_few_prompts_for_one_generation_are_rejected_before_the_model_loads(
     message = rf"{num_prompts} prompts, but one generation takes {needed} \(`generation_batch_size` {3 * needed} "
     with pytest.raises(ValueError, match=message):
         toy_trainer(tmp_path, model="no/model", trainer_args={"train_dataset": toy_dataset(num_prompts)})
-
-
-def test_too_few_prompts_to_train_on_may_be_evaluated_but_not_trained(tmp_path):
-    few = {"train_dataset": toy_dataset(7), "eval_dataset": toy_dataset(6)}
-    trainer = toy_trainer(tmp_path, trainer_args=few, do_eval=True, per_device_eval_batch_size=6)
-    assert "eval_reward" in trainer.evaluate()
-    with pytest.raises(ValueError, match="7 prompts, but one generation takes 8"):
-        trainer.train()
 
 
 @pytest.mark.parametrize(
@@ -615,24 +525,3 @@ def test_a_broken_weight_names_the_log_probabilities(tmp_path):
     trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [broken]})
     with pytest.raises(RuntimeError, match=r"`per_token_logps` \(\d+ values\).*at update 3"):
         trainer.train()
-
-
-@pytest.mark.trainings
-def test_rewards_of_one_name_are_logged_apart(tmp_path):
-    """TRL names columns and metrics by `__name__`: it would log the mean of both, 2."""
-
-    def giving(value):
-        def judge(completions, log_extra, **kwargs):
-            return [value] * len(completions)
-
-        return judge
-
-    settings = {"max_steps": 1, "log_completions": True, "num_completions_to_print": 0}
-    trainer = toy_trainer(tmp_path, reward_funcs=[giving(1.0), digits_reward, giving(3.0)], **settings)
-    trainer.train()
-    (log,) = training_logs(trainer)
-    assert [log[f"rewards/judge_{number}/mean"] for number in (1, 2)] == [1, 3]
-    assert {"rewards/judge/mean", "rewards/digits_reward/mean"} & log.keys() == {"rewards/digits_reward/mean"}
-    (table,) = (tmp_path / "completions").glob("*.parquet")
-    rows = Dataset.from_parquet(str(table))
-    assert (set(rows["judge_1"]), set(rows["judge_2"])) == ({1}, {3})

@@ -1,7 +1,6 @@
 """The measures for CPUs: what each changes, that results stay the same, and that none of them touches a GPU."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,30 +104,3 @@ def test_bfloat16_is_for_the_processor_to_say(monkeypatch, tmp_path, amx, avx512
     assert cpu_speed.base_dtype(args, trains_adapter=False) == "float32"
     for asked in (True, False):
         assert BAPOConfig(tmp_path, use_cpu=True, bf16=asked).bf16 == asked
-
-
-def trainer_on(device, **parts):
-    return SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)), **parts)
-
-
-@pytest.mark.usefixtures("_trl_as_it_was")
-def test_what_was_chosen_is_said_in_one_line(model, monkeypatch):
-    monkeypatch.setattr(cpu_speed, "has_bfloat16", lambda: False)
-    trainer = trainer_on("cpu", model=model, args=SimpleNamespace(bf16=False))
-    told = []
-    monkeypatch.setattr(cpu_speed.logging, "get_logger", lambda name: SimpleNamespace(info=told.append))
-    monkeypatch.setattr(cpu_speed, "limit_threads", lambda: 1)
-    assert cpu_speed.speed_up_cpu(trainer) == "CPU: 1 thread, float32 (no bfloat16 support)"
-    assert told == ["CPU: float32 weights, prompt positions are not scored"]
-    model.requires_grad_(False)
-    cpu_speed.speed_up_cpu(trainer)
-    assert (
-        told[1] == "CPU: float32 weights, contiguous input of the frozen output head, prompt positions are not scored"
-    )
-
-
-def test_a_run_on_a_gpu_is_left_alone(monkeypatch):
-    for name in ("limit_threads", "make_head_input_contiguous", "score_completions_only"):
-        monkeypatch.setattr(cpu_speed, name, lambda *args: pytest.fail("called"))
-    assert cpu_speed.speed_up_cpu(trainer_on("cuda")) is None
-    assert cpu_speed.base_dtype(SimpleNamespace(use_cpu=False, bf16=True), trains_adapter=True) == "float32"

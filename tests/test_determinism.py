@@ -55,7 +55,7 @@ class Traced(BAPOTrainer):
     def _reset_run_state(self):
         super()._reset_run_state()
         for name in ("begin", "observe", "close"):
-            setattr(self._bounds, name, self.traced(getattr(self._bounds, name)))
+            setattr(self.bounds_controller, name, self.traced(getattr(self.bounds_controller, name)))
 
     def traced(self, function):
         def run(*args, **kwargs):
@@ -100,6 +100,8 @@ def test_the_search_uses_no_operation_that_raises_on_cuda(tmp_path, determinism_
     sums = "embedding_bag_forward_only" if ON_GPU else "index_add"
     assert {sums, "argmax", "nansum"} <= trainer.trace.operations  # curves, search and log have been seen
     assert not trainer.trace.operations & REFUSED
+    if trainer.args.search_scope != "batch":  # whose forward passes ahead are TRL's
+        assert "local_scalar_dense" not in trainer.trace.operations  # the host waits for no number of the search
     assert any(log["bapo/search_steps"] > 0 for log in training_logs(trainer))
 
 

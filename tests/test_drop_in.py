@@ -4,21 +4,18 @@ import math
 from functools import partial
 from pathlib import Path
 
-import datasets
 import pytest
 import trl
 from datasets import Dataset
-from PIL import Image
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.script.prompts import check_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.rollouts import multi_turn
-from tests.helpers.toy import brevity, digits_reward, toy_dataset, toy_run, toy_trainer
+from tests.helpers.toy import digits_reward, toy_dataset, toy_run, toy_trainer
 
 
 SMALL = {
@@ -184,18 +181,3 @@ def test_turns_of_different_number_on_each_rank(tmp_path):
     succeeded(run_function(train_both_on_a_rank, tmp_path, ranks=2, timeout_s=180))
     for rank, turns in zip(read_ranks(tmp_path), (2, 4), strict=True):
         assert rank["GRPOTrainer"] == rank["BAPOTrainer"] == {"updates": 1, "turns": turns}
-
-
-def test_images_in_prompts_are_not_decoded_before_they_are_due(tmp_path, monkeypatch):
-    decoded = []
-    decode = datasets.Image.decode_example
-    monkeypatch.setattr(datasets.Image, "decode_example", lambda *args, **kw: decoded.append(1) or decode(*args, **kw))
-    parts = [{"type": "image", "image": Image.new("RGB", (4, 4)), "text": None}, {"type": "text", "text": "1+2="}]
-    part = {"type": datasets.Value("string"), "image": datasets.Image(), "text": datasets.Value("string")}
-    features = datasets.Features({"prompt": [{"role": datasets.Value("string"), "content": [part]}]})
-    made = Dataset.from_list([{"prompt": [{"role": "user", "content": parts}]}] * 8, features=features)
-    assert made[0]["prompt"][0]["content"][0]["image"].size == (4, 4)
-    decoded.clear()
-    toy_trainer(tmp_path, reward_funcs=brevity, trainer_args={"train_dataset": made, "eval_dataset": made}, **SMALL)
-    check_prompts(made, made)  # of the command line
-    assert not decoded

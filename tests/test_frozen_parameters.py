@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from accelerate.utils.deepspeed import DummyOptim
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.alike import assert_same_logs, assert_same_tensors, assert_same_weights, weights_of
-from tests.helpers.toy import toy_dataset, toy_model, toy_run, toy_trainer, training_logs
+from tests.helpers.toy import toy_model, toy_trainer, training_logs
 
 
 LORA = LoraConfig(target_modules="all-linear", init_lora_weights=False)
@@ -77,14 +76,6 @@ def test_a_run_that_trains_nothing_raises_an_error(saved, tmp_path, make, beta, 
     is_rejected(trainer, rf"none of the model's {num_parameters} parameters .*{fix}")
 
 
-def test_a_frozen_adapter_stays_frozen_in_an_evaluation_and_is_rejected_afterwards(saved, tmp_path):
-    data = {"eval_dataset": toy_dataset(4)}
-    trainer = toy_trainer(tmp_path, frozen_adapter(saved), beta=0.1, per_device_eval_batch_size=6, trainer_args=data)
-    assert "eval_reward" in trainer.evaluate()
-    trainer.reward_funcs = [no_reward]
-    is_rejected(trainer, "none of the model's 43 parameters")
-
-
 @pytest.mark.parametrize(
     ("others", "peft_config"),
     [
@@ -100,34 +91,6 @@ def test_an_optimizer_without_a_trained_parameter_raises_an_error(saved, tmp_pat
     num_trained = 14 if peft_config or not model.lm_head.weight.requires_grad else 15
     trainer = toy_trainer(tmp_path, model, reward_funcs=no_reward, trainer_args=parts)
     is_rejected(trainer, f"the optimizer has none of the model's {num_trained} parameters .*`optimizers`")
-
-
-def test_an_optimizer_of_a_part_of_the_parameters_trains_these(saved, tmp_path):
-    model = load(saved)
-    before = weights_of(model)
-    optimizer = SGD([model.lm_head.weight, load(saved).lm_head.weight], lr=0.1)
-    toy_run(tmp_path, model, trainer_args={"optimizers": (optimizer, None)}, max_steps=2)
-    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight.cpu(), before[name])}
-    assert changed == {"lm_head.weight"}
-
-
-def test_the_optimizer_of_deepspeed_is_checked_before_it_is_created(saved, tmp_path):
-    trainer = toy_trainer(tmp_path, saved_adapter(saved))
-    trainer.optimizer = DummyOptim([weight for weight in trainer.model.parameters() if weight.requires_grad])
-    assert trainer.create_optimizer() is trainer.optimizer
-    trainer.optimizer = DummyOptim([])
-    with pytest.raises(ValueError, match="none of the model's 14 parameters"):
-        trainer.create_optimizer()
-
-
-def test_a_learning_rate_of_0_is_warned_of(saved, tmp_path, recwarn):
-    def is_told(**settings):
-        recwarn.clear()
-        toy_trainer(tmp_path, load(saved), **settings)
-        return any("`learning_rate` is 0" in str(warning.message) for warning in recwarn)
-
-    assert is_told(learning_rate=0.0)
-    assert not is_told(learning_rate=1e-6)
 
 
 # A part of an adapter: the first matrices are frozen, the second ones trained ("LoRA-FA")

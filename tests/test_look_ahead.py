@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoKrConfig, LoraConfig
-from transformers import Qwen2Config
 
 from bapo_trl.batch.policy_loss import PolicyLoss
-from bapo_trl.upstream.forward_passes import forked_random_state, has_random_forward
+from bapo_trl.upstream.forward_passes import forked_random_state
 from tests.helpers.model_state import model_state, random_state
 from tests.helpers.toy import opt_model, toy_model, toy_trainer, training_logs
 from tests.test_bapo_trainer import assert_logged_shares_are_those_of_the_loss, trained
@@ -129,20 +128,3 @@ def test_an_on_policy_run_needs_no_forward_pass_whatever_is_random(tmp_path, sco
     assert_logged_shares_are_those_of_the_loss(trainer)
     assert {log["ratio/max"] for log in training_logs(trainer)} == {1}
     assert min(log["bapo/negative_weight"] for log in training_logs(trainer)) < 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_random"),
-    [
-        ({}, False),
-        ({"attention_dropout": 0.1}, True),
-        ({"router_jitter_noise": 0.01}, True),
-        ({"text_config": Qwen2Config(attention_dropout=0.1)}, True),
-        ({"text_config": Qwen2Config(), "classifier_dropout": None, "dropout_kind": "none"}, False),
-    ],
-)
-def test_rates_are_looked_for_in_the_config_and_its_sub_configs(settings, is_random):
-    model = toy_model()
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    assert has_random_forward(model) == is_random

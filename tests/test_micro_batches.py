@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl import BAPOTrainer
 from bapo_trl.batch.layout import LAYOUTS
-from bapo_trl.errors import InputError
 from tests.golden.curves import train_over_a_server
 from tests.helpers.asynchronous import save_toy
 from tests.helpers.commands import succeeded
@@ -20,7 +18,7 @@ from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.rollouts import multi_turn
 from tests.helpers.scripted import Scripted
-from tests.helpers.toy import CPU, ending_model, toy_dataset, toy_model, toy_run, training_logs
+from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_run, training_logs
 
 
 NARROWER = ("trimmed", "balanced")
@@ -209,11 +207,6 @@ def test_the_search_finds_the_bounds_of_padded_micro_batches(tmp_path, scope):
     assert len(set(bounds[0])) > 1
 
 
-def test_an_unknown_layout_names_the_three():
-    with pytest.raises(InputError, match=r"packed.*balanced.*trimmed.*padded"):
-        BAPOConfig(**CPU, micro_batch_layout="packed")
-
-
 # What is computed
 
 
@@ -224,17 +217,6 @@ def test_a_short_sample_shares_a_micro_batch_with_more_and_a_long_one_with_fewer
     largest = {layout: max(rows * (left + right) for rows, right, left in each) for layout, each in shapes.items()}
     assert largest["balanced"] < largest["trimmed"] <= largest["padded"]
     assert {len(each) for each in shapes.values()} == {16}  # as many micro-batches as with TRL
-
-
-def test_beside_a_very_long_prompt_logits_are_no_larger_than_with_trl(tmp_path):
-    """It makes all other samples short, but not their completions."""
-    words = [{"prompt": "a " * (60 if i == 0 else 1)} for i in range(8)]
-    settings = {"trainer_args": {"train_dataset": Dataset.from_list(words)}, "max_steps": 2}
-    logits = {}
-    for layout in ("padded", "balanced"):
-        shapes = train(tmp_path, layout, skip_zero_advantage=False, **settings).shapes
-        logits[layout] = max(rows * completion for rows, completion, _ in shapes)
-    assert logits["balanced"] <= logits["padded"]
 
 
 @pytest.mark.parametrize("skips", [True, False])
@@ -269,60 +251,6 @@ def test_an_update_without_a_gradient_moves_the_weights_as_with_trl(tmp_path):
     assert [log["grad_norm"] for log in training_logs(trainers[-1])[2:]] == [0] * 6
 
 
-def test_clip_ratios_count_skipped_samples_as_unclipped(tmp_path):
-    settings = {"loss_type": "dapo", "max_steps": 2, "learning_rate": 1.0}
-    logs = {layout: training_logs(train(tmp_path, layout, **settings))[1] for layout in ("padded", *NARROWER)}
-    tokens = {}
-
-    class Counted(Lengths):
-        def _compute_loss(self, model, inputs):
-            tokens.setdefault(self.state.global_step, []).append(int(inputs["completion_mask"].sum()))
-            return super()._compute_loss(model, inputs)
-
-    values = {}
-
-    class Clipped(Counted):
-        def log(self, logs, *args, **kwargs):
-            values.setdefault(self.state.global_step, {k: list(v) for k, v in self._metrics["train"].items()})
-            super().log(logs, *args, **kwargs)
-
-    train(tmp_path / "again", "padded", trainer_class=Clipped, **settings)
-    counts = tokens[1]
-    for name in ("clip_ratio/low_mean", "clip_ratio/high_mean"):
-        of_micro_batches = values[2][name]
-        expected = sum(value * count for value, count in zip(of_micro_batches, counts, strict=True)) / sum(counts)
-        for layout in NARROWER:
-            assert logs[layout][name] == pytest.approx(expected, abs=1e-6)
-    assert logs["balanced"]["clip_ratio/region_mean"] > 0
-    assert logs["balanced"]["padding/skipped"] > 0
-
-
-def test_the_reason_why_micro_batches_are_not_balanced_is_said_once(tmp_path, capsys):
-    train(tmp_path, "balanced", loss_type="bnpo")
-    printed = capsys.readouterr().out
-    assert printed.count("not balanced") == printed.count("`loss_type` 'bnpo'") == 1
-    train(tmp_path, "balanced")
-    assert "not balanced" not in capsys.readouterr().out
-
-
-def test_a_key_that_the_layout_does_not_know_keeps_samples_where_they_are(tmp_path, capsys):
-    class OwnKey(Lengths):
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            return {**batch, "of_each_token": batch["completion_ids"] * 2, "of_each": torch.arange(24)}
-
-        def _compute_loss(self, model, inputs):
-            if self.model.training:
-                assert inputs["of_each_token"].equal(inputs["completion_ids"] * 2)
-                assert len(inputs["of_each"]) == 6
-            return super()._compute_loss(model, inputs)
-
-    trainer = train(tmp_path, "balanced", trainer_class=OwnKey)
-    assert capsys.readouterr().out.count("`of_each_token`") == 1
-    assert {rows for rows, *_ in trainer.shapes} == {6}
-    assert_same_training([train(tmp_path, "padded"), trainer])
-
-
 # Several ranks
 
 
@@ -345,68 +273,3 @@ def test_two_ranks_of_unequal_lengths(tmp_path, settings):
         assert first[f"rows of {layout}"] == second[f"rows of {layout}"]
         torch.testing.assert_close(torch.tensor(first[layout]), torch.tensor(second["padded"]), rtol=0, atol=1e-5)
     assert len(set(first["rows of balanced"])) > 1 or settings["loss_type"] == "bnpo"
-
-
-class Means(Lengths):
-    """Some completions of one token; notes sums over the samples with an advantage, and their number, by update."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.sums = [[0.0] * 4 for _ in range(self.args.max_steps)]
-
-    def _generate_single_turn(self, *args, **kwargs):
-        completions, logps = super()._generate_single_turn(*args, **kwargs)
-        return [tokens[:1] if len(tokens) == 3 else tokens for tokens in completions], logps
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.entropies = scored[1]
-        return scored
-
-    def get_gamma_weights(self, *args, **kwargs):
-        self.weights = super().get_gamma_weights(*args, **kwargs)
-        return self.weights
-
-    def _compute_loss(self, model, inputs):
-        loss, mask = super()._compute_loss(model, inputs), inputs["completion_mask"]
-        has_gradient = (inputs["advantages"] != 0) & mask.any(1)
-        weights = self.weights.squeeze(1) if self.loss_type == "vespo" else mask.new_zeros(len(mask))
-        values = (self.entropies * mask).sum(1), mask.sum(1), weights, mask.new_ones(len(mask))
-        own = self.sums[self.state.global_step]
-        own[:] = [before + float(each[has_gradient].sum()) for before, each in zip(own, values, strict=True)]
-        return loss
-
-
-MEANS_OF = [
-    {"loss_type": "vespo"},
-    {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    {"loss_type": "grpo", "mask_truncated_completions": True},
-]
-
-
-def log_on_a_rank(folder: str) -> None:
-    found = []
-    for settings in MEANS_OF:
-        sizes = {"trainer_class": Means, "trainer_args": {"train_dataset": toy_dataset(80)}, "learning_rate": 1.0}
-        sizes |= {"max_completion_length": 5} if "mask_truncated_completions" in settings else {}
-        trainers = [train(Path(folder), layout, **sizes, **settings) for layout in ("padded", "balanced")]
-        found.append([training_logs(trainers[0]), training_logs(trainers[1]), trainers[0].sums])
-    finish(trainers[0], folder, found=found)
-
-
-@pytest.mark.processes
-def test_metrics_of_two_ranks_with_unequal_numbers_of_samples_leave_out_what_fills_up(tmp_path):
-    succeeded(run_function(log_on_a_rank, tmp_path, ranks=2))
-    first, second = read_ranks(tmp_path)
-    for settings, (padded, balanced, sums), (*_, others) in zip(
-        MEANS_OF, first["found"], second["found"], strict=True
-    ):
-        assert any(one[3] != other[3] for one, other in zip(sums, others, strict=True))
-        for of_padded, log, one, other in zip(padded, balanced, sums, others, strict=True):
-            entropy, tokens, weight, samples = (a + b for a, b in zip(one, other, strict=True))
-            assert log["entropy"] == pytest.approx(entropy / tokens, rel=1e-4)
-            if settings["loss_type"] == "vespo":
-                assert log["vespo/phi_seq_mean"] == pytest.approx(weight / samples, rel=1e-4)
-            elif "importance_sampling_level" in settings:  # as many samples in each of TRL's micro-batches
-                for name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
-                    assert log[name] == pytest.approx(of_padded[name], rel=1e-4), name

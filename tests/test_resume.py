@@ -1,6 +1,5 @@
 """What changes in a run and is neither weights nor optimizer: a resumed run has it as an uninterrupted one does."""
 
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -14,8 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback
 
-from bapo_trl import BAPOTrainer
-from bapo_trl.checkpoints.adapters import check_adapters
 from bapo_trl.checkpoints.files import MANIFEST
 from bapo_trl.checkpoints.ref_model import FILES, FOLDER, load_ref_model, save_ref_model
 from bapo_trl.errors import InputError
@@ -75,15 +72,6 @@ def test_a_checkpoint_without_the_reference_model_gives_a_warning(synced, tmp_pa
         toy_run(tmp_path, str(folder / "model"), resume=True, **{**SYNCED, "max_steps": 3})
 
 
-def test_the_reference_model_of_another_model_is_rejected(synced, tmp_path):
-    folder, _ = synced
-    checkpoint = shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
-    FILES.write(checkpoint / FOLDER, 0, 1, {"lm_head.weight": torch.zeros(3, 4)})
-    (checkpoint / MANIFEST).unlink()
-    with pytest.raises(ValueError, match=r"ref_model_00000_of_00001.safetensors is damaged \(its parameters are not"):
-        toy_run(tmp_path, str(folder / "model"), resume=True, **SYNCED)
-
-
 def test_the_reference_of_a_saved_adapter_is_the_one_that_it_started_from(tmp_path):
     lora = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     get_peft_model(toy_model(), lora).save_pretrained(tmp_path / "adapter")
@@ -121,12 +109,6 @@ def test_another_optimizer_is_named(optimized, tmp_path, before, after):
         toy_run(tmp_path, optim=after, resume=checkpoint, **{**SAVED, "max_steps": 2})
 
 
-def test_another_implementation_of_an_optimizer_may_resume(optimized, tmp_path):
-    resume = str(optimized / "adamw_torch" / "checkpoint-1")
-    trainer = toy_run(tmp_path, optim="adamw_torch_fused", resume=resume, **{**SAVED, "max_steps": 2})
-    assert trainer.state.global_step == 2
-
-
 LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 
 
@@ -157,48 +139,6 @@ def test_an_adapter_with_other_settings_is_rejected(adapted, tmp_path, name, fie
         toy_run(tmp_path, with_adapter(name, **{field: value}), resume=resume, **{**SAVED, "max_steps": 2})
 
 
-@pytest.mark.parametrize("name", ["default", "mine"])
-def test_settings_of_an_adapter_that_change_no_output_may_differ(adapted, tmp_path, name):
-    same = {
-        "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.1, "task_type": "CAUSAL_LM",
-        "init_lora_weights": "gaussian",
-    }  # fmt: skip
-    resume = str(adapted / name / "checkpoint-1")
-    trainer = toy_run(tmp_path, with_adapter(name, **same), resume=resume, **{**SAVED, "max_steps": 2})
-    assert trainer.state.global_step == 2
-
-
-def test_the_order_of_replicated_layers_counts(tmp_path):
-    def trainer(layers):
-        model = get_peft_model(toy_model(num_hidden_layers=2), LoraConfig(**LORA, layer_replication=layers))
-        return SimpleNamespace(model=model, is_fsdp_enabled=False, is_deepspeed_enabled=False)
-
-    trainer([(0, 2), (1, 2)]).model.save_pretrained(tmp_path)
-    check_adapters(trainer([(0, 2), (1, 2)]), str(tmp_path))
-    with pytest.raises(InputError, match=r"`layer_replication` is \[\[1, 2\], \[0, 2\]\], but it was"):
-        check_adapters(trainer([(1, 2), (0, 2)]), str(tmp_path))
-
-
-def test_an_adapter_does_not_resume_from_a_whole_model(tmp_path):
-    toy_run(tmp_path, **SAVED, save_only_model=True)
-    with pytest.raises(InputError, match=r"The model has an adapter, but there is no .*adapter_config.json"):
-        toy_run(tmp_path, with_adapter(), resume=True, **{**SAVED, "max_steps": 2})
-
-
-class SavesShards(BAPOTrainer):
-    """Saves no adapter by itself, as transformers under FSDP with a sharded state."""
-
-    def save_model(self, output_dir, *args, **kwargs):
-        os.makedirs(output_dir)
-
-
-def test_a_checkpoint_of_shards_has_the_settings_of_the_adapter(tmp_path):
-    toy_run(tmp_path, with_adapter(), trainer_class=SavesShards, **SAVED)
-    assert not (tmp_path / "checkpoint-1" / "adapter_model.safetensors").exists()
-    with pytest.raises(InputError, match="`lora_alpha` is 16, but it was 8"):
-        toy_run(tmp_path, with_adapter(lora_alpha=16), resume=True, **{**SAVED, "max_steps": 2})
-
-
 def test_patience_is_not_renewed_by_a_resume(tmp_path):
     """Each evaluation finds reward 1: the first is the best, and updates 2, 3 and 4 find nothing better."""
 
@@ -214,17 +154,6 @@ def test_patience_is_not_renewed_by_a_resume(tmp_path):
     assert run("resumed", [EarlyStoppingCallback(3)], str(tmp_path / "straight" / "checkpoint-3")) == 4
     # With another patience, which is the user's: 2 + 2 evaluations
     assert run("patient", [EarlyStoppingCallback(4)], str(tmp_path / "straight" / "checkpoint-3")) == 5
-
-
-def test_a_callback_that_a_checkpoint_does_not_know_may_be_added(tmp_path):
-    saves = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6}
-    toy_run(tmp_path, **saves)
-    toy_run(
-        tmp_path, **{**saves, "max_steps": 2}, **evaluates, metric_for_best_model="reward", resume=True,
-        trainer_args={"eval_dataset": toy_dataset(2), "callbacks": [EarlyStoppingCallback(3)]},
-    )  # fmt: skip
-    assert (tmp_path / "checkpoint-2").is_dir()
 
 
 def sharded(model, sharding: str):

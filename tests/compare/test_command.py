@@ -4,24 +4,19 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import yaml
 
 from bapo_trl import cli
-from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.compare import execution
-from bapo_trl.compare.execution import command_of, environments, make_runs
+from bapo_trl.compare.execution import environments
 from bapo_trl.compare.results import Row, read_rows, write_row
 from bapo_trl.compare.study import as_arguments, read_study
 from bapo_trl.report.runs import STATE_FILE
-from bapo_trl.script.launcher import read_arguments
 from tests.helpers.commands import ends
 from tests.helpers.forked import ForkedRun
 from tests.helpers.script_runs import SHORT, train_bapo
@@ -162,61 +157,6 @@ def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, name, stops
     assert resumed == straight
 
 
-def test_a_run_that_stops_repeatedly_without_an_update_is_a_row_with_its_error(folder, monkeypatch):
-    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
-    state = {"global_step": 2, "epoch": 1.0}
-    program = (
-        "import json, os, sys; calls = open('calls', 'a'); calls.write(' '.join(sys.argv[1:]) + '\\n'); "
-        "folder = next(name for name in os.listdir('study') if name.startswith('.run-')); "
-        "os.makedirs(f'study/{folder}/checkpoint-2', exist_ok=True); "
-        f"json.dump({state!r}, open(f'study/{{folder}}/checkpoint-2/trainer_state.json', 'w')); sys.exit(75)"
-    )
-    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", program])
-    assert compare() == 1
-    assert Path("calls").read_text() == "\n--resume_from_checkpoint true\n"  # started, and resumed once
-    (row,) = read_rows(Path("study")).values()
-    assert row.error.startswith("exit code 75")
-    assert not list(Path("study").glob(".run-*"))
-
-
-@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 9)", "sys.exit(137)"])  # of a run, and of its launcher
-def test_a_run_that_is_killed_repeatedly_keeps_its_checkpoints_for_the_next_call(folder, monkeypatch, capsys, ending):
-    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
-    (run,) = read_study("study.yaml").runs()
-    saves = (
-        "import json, os, sys; calls = open('calls', 'a'); calls.write(f'{len(sys.argv)} '); calls.close(); "
-        f"saved = {f'study/.run-{run.key}'!r} + '/checkpoint-2'; os.makedirs(saved, exist_ok=True); "
-        "json.dump({'global_step': 2, 'epoch': 1.0}, open(saved + '/trainer_state.json', 'w')); "
-    )
-    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves + ending])
-    for calls in ("1 3 ", "1 3 3 "):  # started, and resumed once in each call: no new checkpoint was saved
-        assert compare() == 1
-        assert Path("calls").read_text() == calls
-        assert not read_rows(Path("study"))
-        assert Path(f"study/.run-{run.key}/checkpoint-2").is_dir()
-    assert "failed" not in capsys.readouterr().out
-    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves])
-    monkeypatch.setattr(execution, "row_of", lambda run, *args: Row(run.arm, run.sweep, run.seed, final=0.5))
-    for name in ("trainer_state.json", "run_settings.json"):
-        Path(f"study/.run-{run.key}/{name}").touch()
-    assert compare() is None
-    assert Path("calls").read_text() == "1 3 3 3 "
-    assert not list(Path("study").glob(".run-*"))
-
-
-def test_the_error_of_a_run_is_the_end_of_its_error_output(folder, monkeypatch):
-    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
-    program = (
-        "import sys; print({'eval_error': 0.5, 'sampling_error': 1.0}); sys.stdout.flush(); "
-        "print('no memory left for', 'the batch', sep='\\n', end='\\n\\n', file=sys.stderr); "
-        "print({'late_error': 0.5}); sys.exit(3)"
-    )
-    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", program])
-    assert compare() == 1
-    (row,) = read_rows(Path("study")).values()
-    assert row.error.startswith("exit code 3: no memory left for | the batch (study/logs/")
-
-
 def test_no_file_of_a_study_has_the_value_of_a_secret(folder, monkeypatch, capsys):
     Path("own.yaml").write_text("env: {WANDB_API_KEY: the-key}\n")
     write_study(seeds=[0], base={**BASE, "config": "own.yaml", "hub_token": "the-token"})
@@ -230,15 +170,6 @@ def test_no_file_of_a_study_has_the_value_of_a_secret(folder, monkeypatch, capsy
         assert not re.search("the-(key|token)", text)
 
 
-def test_a_run_may_be_launched(folder):
-    write_study(accelerate="cpu_ddp")
-    study = read_study("study.yaml")
-    run = study.runs()[0]
-    arguments = read_arguments(command_of(run, study.accelerate, "out")[4:])  # as the launcher reads them
-    assert arguments.config_file.endswith("cpu_ddp.yaml")
-    assert arguments.training_script_args == ["train", *as_arguments(run.flags), "--output_dir", "out"]
-
-
 ON_GPUS = {**BASE, "use_cpu": "false"}
 
 
@@ -246,22 +177,6 @@ def launch_file(**settings) -> str:
     content = {"distributed_type": "MULTI_GPU", "num_processes": 2, "num_machines": 1, **settings}
     Path("launch.yaml").write_text(yaml.safe_dump(content))
     return "launch.yaml"
-
-
-@pytest.mark.parametrize(
-    ("jobs", "accelerate", "threads"), [(1, None, None), (2, None, "4"), (1, "cpu_ddp", "4"), (2, "cpu_ddp", "2")]
-)
-def test_the_processes_of_all_runs_share_the_cores_that_the_study_may_use(
-    folder, monkeypatch, jobs, accelerate, threads
-):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 128)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    write_study(accelerate=accelerate)
-    study = read_study("study.yaml")
-    assert [env.get("OMP_NUM_THREADS") for env in environments(study, jobs)] == [threads] * jobs
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's own
-    assert [env["OMP_NUM_THREADS"] for env in environments(study, jobs)] == ["3"] * jobs
 
 
 @pytest.mark.parametrize(
@@ -290,54 +205,6 @@ def test_runs_at_a_time_have_gpus_of_their_own(folder, monkeypatch, jobs, proces
     assert {env.get("CUDA_VISIBLE_DEVICES") for env in environments(read_study("study.yaml"), jobs)} == {visible}
 
 
-def test_each_run_has_the_environment_that_one_before_it_left(folder, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    seen, started = [], threading.Barrier(2, timeout=60)
-
-    class Process:
-        def __init__(self, command, *, env, **kwargs):
-            seen.append(env["CUDA_VISIBLE_DEVICES"])
-
-        def wait(self):
-            started.wait()
-            return 1
-
-    monkeypatch.setattr(execution.subprocess, "Popen", Process)
-    write_study(base=ON_GPUS)
-    study = read_study("study.yaml")
-    make_runs(study, study.runs(), Path("study"), 2)
-    assert [sorted(seen[:2]), sorted(seen[2:])] == [["4", "5"], ["4", "5"]]
-
-
-@pytest.mark.parametrize(
-    ("jobs", "settings", "message"),
-    [
-        (2, {}, "`--jobs` is 2, and each run takes 2 GPUs (`accelerate` launch.yaml): together 4 GPUs, but 3 are "
-                "visible. Set `--jobs` to 1."),
-        (4, {"distributed_type": "NO", "num_processes": 1, "gpu_ids": "0"},
-         "`gpu_ids` of launch.yaml is 0, but the 4 runs of `--jobs` would"),
-    ],
-)  # fmt: skip
-def test_a_study_reports_how_many_gpus_it_needs(folder, monkeypatch, capsys, jobs, settings, message):
-    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    write_study(base=ON_GPUS, accelerate=launch_file(**settings))
-    rejection(capsys, message, "--jobs", str(jobs))
-    out = rejection(capsys, message, "--jobs", str(jobs), "--dry_run")
-    assert out.splitlines()[-1] == f"4 runs, 4 to do, {jobs} at the same time"
-    assert compare("--jobs", "1", "--dry_run") is None
-
-
-@pytest.mark.parametrize(("mode", "is_rejected"), [("server", True), ("colocate", False)])
-def test_runs_at_a_time_share_no_vllm_server(folder, capsys, mode, is_rejected):
-    write_study(base={**BASE, "use_vllm": True, "vllm_mode": mode})
-    assert compare("--jobs", "1", "--dry_run") is None
-    if is_rejected:
-        rejection(capsys, "which holds the weights of only one run: set `--jobs` to 1", "--jobs", "2", "--dry_run")
-    else:
-        assert compare("--jobs", "2", "--dry_run") is None
-
-
 def test_a_finished_study_only_prints_its_tables(folder, capsys):
     write_study()
     invent_rows({"GRPO": [0.5, 0.6], "BAPO": [0.7, 0.9]})
@@ -347,42 +214,6 @@ def test_a_finished_study_only_prints_its_tables(folder, capsys):
     assert "| +0.250 ± 0.635 |" in text  # 0.2 and 0.3: t(1) 12.706 * 0.0707 / sqrt(2)
     compare("--against", "BAPO")
     assert "| -0.250 ± 0.635 |" in capsys.readouterr().out
-
-
-def accuracies(rng, trials: int, gain: float, seeds: int = 5, prompts: int = 256, samples: int = 4):
-    """
-    Return avg@4 of two methods with its standard error over the prompts, each of shape (trials, 2, seeds).
-
-    All methods and seeds answer the same prompts, of all difficulties. Seeds have an effect of their own.
-    """
-    difficulty = rng.uniform(0.1, 0.9, prompts)
-    skill = rng.normal(0.0, 0.005, (trials, 2, seeds, 1)) + gain * np.array([0, 1])[:, None, None]
-    right = rng.binomial(samples, (difficulty + skill).clip(0, 1)) / samples
-    return right.mean(-1), right.std(-1) / prompts**0.5
-
-
-def test_the_printed_tables_claim_real_differences_and_few_others(folder, capsys, monkeypatch):
-    """Five seeds and 256 prompts: a paired t-test shows a difference of 0.03 most of the time."""
-    monkeypatch.setattr("bapo_trl.compare.figure.save_figure", lambda *args: None)
-    trials, rng = 300, np.random.default_rng(1)
-    write_study(over={"max_grad_norm": [1 + trial / 1e6 for trial in range(2 * trials)]}, seeds=list(range(5)))
-    drawn = zip(accuracies(rng, trials, 0.0), accuracies(rng, trials, 0.03), strict=True)
-    finals, errors = (np.concatenate(both) for both in drawn)
-    for place, run in enumerate(read_study("study.yaml").runs()):  # by seed, then by setting, then by arm
-        at = place // 2 % (2 * trials), place % 2, run.seed
-        row = Row(run.arm, run.sweep, run.seed, final=float(finals[at]), errors={"final": float(errors[at])})
-        write_row(row, Path("study", "runs", f"{run.key}.json"))
-    assert compare() is None
-    claims = []
-    for text in capsys.readouterr().out.split("\n## ")[1:]:
-        cells = [cell.strip() for cell in re.search(r"^\| BAPO .* \| [+-].*$", text, re.MULTILINE)[0].split("|")]
-        (mean, half), p = map(float, cells[5].split(" ± ")), float(cells[6])
-        claims.append("BAPO reached a higher" in text or "GRPO reached a higher" in text)
-        if p != 0.05 and abs(mean) != half:  # not printed with so few digits
-            assert claims[-1] == (abs(mean) > half) == (p < 0.05)
-    assert len(claims) == 2 * trials
-    assert 0.03 < np.mean(claims[:trials]) < 0.07
-    assert np.mean(claims[trials:]) > 0.6
 
 
 def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):
@@ -400,28 +231,6 @@ def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):
     assert not Path("study/logs").exists()
 
 
-@pytest.mark.parametrize("accelerate", [None, "multi_gpu"])
-def test_a_study_for_a_gpu_is_listed_where_there_is_none(folder, capsys, monkeypatch, accelerate):
-    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    base = {name: value for name, value in BASE.items() if name not in ("use_cpu", "bf16")}
-    write_study(base=base, accelerate=accelerate)
-    message = "`use_cpu` is false, but no GPU was found"
-    assert rejection(capsys, message, "--dry_run").splitlines()[-1] == "4 runs, 4 to do, 1 at the same time"
-    rejection(capsys, message)
-    write_study(base={**base, "positive_contribution_target": 2.0}, accelerate=accelerate)
-    rejection(capsys, "`positive_contribution_target`", "--dry_run")  # what is wrong there too comes first
-
-
-def test_a_study_whose_runs_lack_an_input_makes_none(folder, capsys):
-    base = {name: value for name, value in BASE.items() if name != "dataset_name"}
-    write_study(base=base, arms={"GRPO": {"method": "grpo"}})  # beside the study's own evaluation data
-    for arguments in (["--dry_run"], []):
-        rejection(capsys, "arm 'GRPO': `dataset_name` is not set", *arguments)
-    write_study(arms={"GRPO": {"reward_funcs": "no_such.reward", "method": "grpo"}})
-    rejection(capsys, "arm 'GRPO': `reward_funcs` has 'no_such.reward', which cannot be", "--dry_run")
-
-
 def test_a_run_without_results_is_a_row_with_its_error(folder, capsys, monkeypatch):
     write_study(seeds=[0])
     monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", "pass"])
@@ -432,51 +241,3 @@ def test_a_run_without_results_is_a_row_with_its_error(folder, capsys, monkeypat
     write_study(seeds=[0], base={**BASE, "learning_rate": 0.5})  # other settings, mended or not, are other runs
     compare("--dry_run")
     assert "2 runs, 2 to do" in capsys.readouterr().out
-
-
-@pytest.mark.processes
-def test_stopping_a_study_stops_its_runs(folder):
-    write_study(seeds=[0])
-    waits = "import os, signal; open('pid', 'w').write(str(os.getpid())); os.kill(os.getppid(), 15); signal.pause()"
-    program = (
-        "import sys\nfrom bapo_trl import cli\nfrom bapo_trl.compare import execution\n"
-        f"execution.command_of = lambda *args: [sys.executable, '-c', {waits!r}]\n"
-        "cli.main(['compare', 'study.yaml', '--output_dir', 'study'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(Path("pid").read_text()), 0)
-    assert not list(Path("study/runs").glob("*.json"))
-
-
-def test_bad_arguments_end_in_one_line(folder, capsys):
-    write_study()
-    rejection(capsys, "'DAPO' is not in `arms` of study.yaml: choose one of GRPO, BAPO", "--only", "DAPO")
-    rejection(capsys, "'DAPO' is not in `arms` of study.yaml", "--against", "DAPO")
-    rejection(capsys, "`--jobs` is 0", "--jobs", "0")
-
-
-def test_a_damaged_result_raises_an_error_with_its_path(folder, capsys):
-    write_study()
-    path = Path("study", "runs", f"{read_study('study.yaml').runs()[0].key}.json")
-    path.parent.mkdir(parents=True)
-    path.write_text("{")
-    ends(cli.main, ["compare", "study.yaml", "--output_dir", "study"], code=1)
-    assert f"{path.name} is not a valid result of a run" in capsys.readouterr().err
-
-
-def test_a_run_that_continued_after_its_study_is_not_disturbed(folder, capsys, monkeypatch):
-    write_study(seeds=[0])
-    (run, _) = read_study("study.yaml").runs()
-    work = Path("study", f".run-{run.key}")
-    work.mkdir(parents=True)
-    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", "pass"])
-    lock = RunLock(str(work))
-    assert lock.acquire() is None
-    ends(cli.main, ["compare", "study.yaml", "--output_dir", "study", "--only", run.arm], code=1)
-    assert "where another run is training" in capsys.readouterr().err
-    assert work.is_dir()
-    lock.release()
-    compare()
-    assert not work.exists()

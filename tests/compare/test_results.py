@@ -82,10 +82,3 @@ def test_a_row_has_the_values_for_the_tables(tmp_path):
 def test_values_missing_in_a_run_are_missing_in_its_row(tmp_path, left, values):
     row = row_of(RUN, left_by_train(tmp_path, **left), 1.0)
     assert {name: getattr(row, name) for name in values} == values
-
-
-def test_health_warnings_are_those_of_the_report(tmp_path):
-    cut_off = [{**log, "completions/clipped_ratio": 0.75} if "grad_norm" in log else log for log in LOGS]
-    row = row_of(RUN, left_by_train(tmp_path, cut_off), 1.0)
-    assert list(row.warnings) == ["Completions cut off"]
-    assert row.warnings["Completions cut off"].startswith("75% of the completions reached the maximum length")

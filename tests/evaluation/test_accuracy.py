@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_trl.evaluation.accuracy import (
-    Estimate,
     PromptResult,
-    accuracy_table,
     majority_vote,
     mean_over_prompts,
     pass_at_k,
@@ -67,20 +65,3 @@ def test_summary_by_source():
         "avg@3/gsm8k": 0.3333, "pass@2/gsm8k": 0.5, "pass@3/gsm8k": 0.5, "maj@3/gsm8k": 0.5,
     }  # fmt: skip
     # pass@2: 1 - C(2,2)/C(3,2) = 2/3; 1 - 0/3 = 1; 0
-
-
-def test_summaries_without_answers_sources_or_prompts():
-    assert list(summarize([PromptResult((True,) * 8, source="one"), PromptResult((False,) * 8)])) == [
-        "avg@8", "pass@2", "pass@4", "pass@8",
-    ]  # fmt: skip
-    assert list(summarize([PromptResult((True,))])) == ["avg@1"]
-    assert summarize([]) == {}
-
-
-def test_accuracies_before_and_after():
-    before = {"avg@4": Estimate(0.25, 0.05), "maj@4": Estimate(0.5, float("nan"))}
-    assert accuracy_table({"before": before, "after": {"avg@4": Estimate(0.5, 0.0625)}}) == (
-        "         before         after\n  avg@4  0.250 ± 0.050  0.500 ± 0.062\n  maj@4  0.500"
-    )
-    assert accuracy_table({"": {"avg@4": Estimate(0.25, 0.05)}}) == "  avg@4  0.250 ± 0.050"
-    assert accuracy_table({"": {}}) == ""

@@ -1,7 +1,5 @@
 """The answers in completions and in columns."""
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +9,7 @@ from bapo_trl.evaluation.answers import (
     boxed_answer,
     canonical,
     gold_answers,
-    gold_texts,
     last_number,
-    plain_number,
     same_number,
 )
 from bapo_trl.tasks.gym import read_answer
@@ -71,16 +67,6 @@ def test_numbers_have_one_spelling_and_other_text_has_none(answers, spelling):
     assert {canonical(answer) for answer in answers} == {spelling}
 
 
-def test_all_digits_of_a_number_count():
-    first, second = f"{'7' * 40}1", f"{'7' * 40}2"  # Decimal's own context keeps 28
-    assert canonical(first) == first != canonical(second)
-    assert canonical("1" * 5000) != canonical("1" * 4999 + "2")
-    assert same_number(first, first + ".0")
-    assert not same_number(first, second)
-    assert not same_number(None, None)
-    assert len(plain_number("1e999999999")) < 20
-
-
 @given(TEXTS, TEXTS)
 def test_no_text_makes_an_answer_fail(text, other):
     for extract in EXTRACTORS.values():
@@ -89,12 +75,6 @@ def test_no_text_makes_an_answer_fail(text, other):
     assert same_number(last_number(text), last_number(text)) == (last_number(text) is not None)
     assert isinstance(read_answer(text, other), str)
     assert last_number_reward([text], answer=[other])[0] in (None, 0, 1)
-
-
-@given(JSON)
-def test_no_value_of_a_column_makes_an_answer_fail(value):
-    assert all(isinstance(answer, str) and answer for answer in gold_answers(value))
-    assert last_number_reward(["5"], answer=[value])[0] in (None, 0, 1)
 
 
 def read_slowly(text):
@@ -139,8 +119,3 @@ def test_many_open_tags_and_boxes_are_read_in_one_pass():
 )
 def test_answers_in_columns(value, answers):
     assert gold_answers(value) == answers
-
-
-@pytest.mark.parametrize("missing", [None, math.nan, math.inf, "", " \n", [], [None], {"a": 5}, {}])
-def test_missing_values_are_no_answers(missing):
-    assert gold_texts(missing) == gold_answers(missing) == []

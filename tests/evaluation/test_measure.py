@@ -1,16 +1,12 @@
 """Evaluation as users ask for it: before and after, by source, killed and run again."""
 
-import importlib
 import json
 import math
 import re
 import signal
-import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -20,16 +16,15 @@ from safetensors.torch import load_file, save_file
 from trl.trainer import grpo_trainer
 
 from bapo_trl import cli
-from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
-from bapo_trl.evaluation.measure import count, evaluate
+from bapo_trl.evaluation.measure import evaluate
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
-from bapo_trl.script import preparation, training
+from bapo_trl.script import preparation
 from bapo_trl.vllm_server import mismatch
 from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.forked import run_python
-from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, completions, fill_folder, flags, results, run
+from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, completions, flags, results, run
 from tests.helpers.toy import toy_trainer
 
 
@@ -101,24 +96,6 @@ def test_a_killed_evaluation_goes_on_where_it_ended(folder, monkeypatch):
     assert sampled == [5, 4]
     assert completions() == completions("whole/eval_completions.jsonl")
     assert results() == json.loads(Path("whole/eval_results.json").read_text())
-
-
-def test_an_error_in_the_last_reward_costs_no_completions(folder, monkeypatch):
-    mended = Path("my_rewards.py").read_text()
-    broken = mended.replace(
-        "    found = [", "    if calls == 5:\n        raise RuntimeError('no judge')\n    found = ["
-    )
-    alone = {"do_train": "false", "eval_dataset": "test.jsonl"}
-    sampled = counted_samples(monkeypatch)
-    for text in (broken, mended):
-        Path("my_rewards.py").write_text(text)
-        sys.modules.pop("my_rewards", None)
-        importlib.invalidate_caches()
-        sampled.clear()
-        with pytest.raises(RuntimeError, match="no judge") if text is broken else nullcontext():
-            run(**alone)
-    assert (sampled, len(completions())) == ([], 24)
-    assert all(set(line["rewards"]) == {"has_digit"} for line in completions())
 
 
 def test_an_evaluation_replaces_no_completions_of_another(folder):
@@ -212,50 +189,6 @@ def test_completions_that_are_kept_are_scored_again(tmp_path, monkeypatch):
     assert second == third == [(text, ids, 2) for text, ids, _ in first]
 
 
-def test_answers_of_one_value_are_one_answer():
-    given = ["1/2", "0.5", r"\frac{1}{2}", "3", "3", None]
-    records = [
-        {
-            "rewards": {"score": float(number < 3)},
-            "correct": number < 3,
-            "tokens": 1,
-            "cut_off": False,
-            "completion": each,
-        }
-        for number, each in enumerate(given)
-    ]
-    assert count(records, 6, torch.ones(1), lambda text: text).accuracies["maj@6"].mean == 1
-
-
-def test_a_later_evaluation_keeps_what_was_measured_before_training(folder):
-    run(dataset_name="train.jsonl", eval_dataset="test.jsonl")
-    found = results()
-    run(do_train="false", eval_dataset="test.jsonl", model_name_or_path="out")
-    kept = {name: value for name, value in found.items() if name.startswith("before_")}
-    assert kept
-    assert kept.items() <= results().items()
-
-
-def test_a_reward_that_changes_its_arguments_sees_each_row_as_it_is(tmp_path):
-    def takes(completions, answer, **kwargs):
-        return [float(each.pop()) if each else 0.0 for each in answer]
-
-    trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, num_generations_eval=4, reward_funcs=takes)
-    stream = Dataset.from_list([{"prompt": "1+1=", "answer": [3]}]).to_iterable_dataset()
-    assert evaluate(trainer, stream, tmp_path / "completions.jsonl").metrics["reward"] == 3
-
-
-def test_completions_may_have_line_breaks_of_any_kind(tmp_path, monkeypatch):
-    trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, num_generations_eval=1)
-    generate = trainer._generate
-    monkeypatch.setattr(
-        trainer, "_generate", lambda prompts: [*generate(prompts)[:3], ["1\u2028\r\n2\x85"], *generate(prompts)[4:]]
-    )
-    evaluate(trainer, [{"prompt": "1+1="}], tmp_path / "completions.jsonl")
-    (line,) = (tmp_path / "completions.jsonl").read_text(encoding="utf-8").strip().split("\n")
-    assert json.loads(line)["completion"] == "1\u2028\r\n2\x85"
-
-
 def test_prompts_that_no_reward_can_judge_are_counted_apart(folder, capsys):
     Dataset.from_list([{"prompt": "1+1="}, {"prompt": "skip"}]).to_json("some.jsonl")
     run(do_train="false", eval_dataset="some.jsonl", num_generations_eval=2)
@@ -266,84 +199,6 @@ def test_prompts_that_no_reward_can_judge_are_counted_apart(folder, capsys):
     assert "\nLeft out, without a reward: 1 of 2 prompts\n" in capsys.readouterr().out
 
 
-def test_a_first_reward_that_is_never_1_is_reported(folder, capsys):
-    names = ["get_soft_overlong_punishment", "my_rewards.has_digit"]
-    for order, is_reported in ((names, True), (names[::-1], False)):
-        settings = {"eval_dataset": "test.jsonl", "output_dir": order[0], "reward_funcs": "|".join(order)}
-        run(do_train="false", **settings)
-        assert ("Note: no completion has a first reward (`" in capsys.readouterr().out) == is_reported
-
-
-def test_rows_without_an_answer_are_counted(folder, capsys):
-    answers = [5.0, None, 0.00001, math.nan, 7.0, 8.0]
-    path = folder / "rows.jsonl"  # JSON's NaN becomes a float, and null none
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{row}+1=", "answer": answer}) + "\n" for row, answer in enumerate(answers))
-    )
-    (folder / "my_rewards.py").write_text(
-        "seen = {}\ndef solutions(prompts, solution, **kwargs):\n"
-        "    seen.update(zip(prompts, solution))\n    return [0.0] * len(prompts)\n"
-    )
-    rewards = "accuracy_reward|my_rewards.solutions"
-    run(dataset_name=path, eval_dataset=path, answer_column="answer", reward_funcs=rewards)
-    assert "Note: 2 of 6 prompts have no `solution`" in (out := capsys.readouterr().out)
-    assert "\nLeft out, without a reward: 2 of 6 prompts\n" in out
-    assert [line["rewards"]["accuracy_reward"] for line in completions()[::4]] == [0, None, 0, None, 0, 0]
-    assert sys.modules["my_rewards"].seen["2+1="] == "1e-05"  # as in the file
-
-
-def test_a_null_in_a_nested_answer_is_a_missing_answer(folder, capsys):
-    rows = [{"prompt": f"{a}+1=", "meta": meta} for a, meta in enumerate(({"gold": "5"}, None, {"gold": None}))]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(do_train="false", eval_dataset="rows.jsonl", answer_column="meta.gold", reward_funcs="accuracy_reward")
-    assert "\nLeft out, without a reward: 2 of 3 prompts\n" in capsys.readouterr().out
-
-
-def test_no_answer_and_no_source_ends_an_evaluation(folder):
-    rows = [{"prompt": f"{a}+1=", "data_source": a % 2} for a in range(4)]
-    Dataset.from_list(rows).to_json("some.jsonl")
-    (folder / "my_extractors.py").write_text("huge = lambda text: '1e9999999'\nempty = lambda text: ' $.'\n")
-    run(do_train="false", eval_dataset="some.jsonl", extract_answer="my_extractors.huge")
-    found = results()
-    assert {"eval_avg@4/0", "eval_maj@4/1"} < set(found)
-    assert found["eval_maj@4"] == found["eval_avg@4"] > 0  # all give the same answer
-    run(do_train="false", eval_dataset="some.jsonl", extract_answer="my_extractors.empty")
-    assert results()["eval_maj@4"] == 0  # without a vote
-
-
-def test_rewards_of_one_name_stand_apart_in_the_completions(folder):
-    for name, value in {"first": 0.25, "second": 1.0}.items():
-        reward = f"def score(completions, **kwargs):\n    return [{value}] * len(completions)\n"
-        (folder / f"my_{name}.py").write_text(reward)
-    settings = {"do_train": "false", "eval_dataset": "test.jsonl", "num_generations_eval": 1}
-    run(**settings, reward_funcs="my_first.score|my_second.score|my_rewards.has_digit")
-    given = [line["rewards"] for line in completions()]
-    assert {(each["score_1"], each["score_2"]) for each in given} == {(0.25, 1.0)}
-    assert set(given[0]) == {"score_1", "score_2", "has_digit"}
-
-
-def test_chats_of_other_columns_are_scored_as_messages(tmp_path, monkeypatch):
-    fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
-    Dataset.from_list([{"question": f"{a}+1?", "answer": f"{a + 1:03}"} for a in range(6)]).to_json("aime.jsonl")
-    settings = {
-        "do_train": "false", "eval_dataset": "aime.jsonl", "num_generations_eval": 1, "system_prompt": "Add.",
-        "prompt_column": "problem|question", "answer_column": "answer", "prompt_template": "{prompt} In \\boxed{}.",
-        "reward_funcs": "accuracy_reward|my_rewards.noted",
-    }  # fmt: skip
-    Path("my_rewards.py").write_text(
-        "seen = []\ndef noted(completions, **kwargs):\n"
-        "    seen.extend(completions)\n    return [0.0] * len(completions)\n"
-    )
-    run(**settings)
-    (line, *_) = completions()
-    system, user = line["prompt"]
-    assert system == {"role": "system", "content": "Add."}
-    assert re.fullmatch(r"\d\+1\? In \\boxed\{\}\.", user["content"])
-    assert line["rewards"]["accuracy_reward"] == 0
-    seen = sys.modules["my_rewards"].seen
-    assert {message["role"] for messages in seen for message in messages} == {"assistant"}
-
-
 @pytest.mark.parametrize(("streaming", "count", "expected"), [("true", 2, 2), ("false", 100, 6)])
 def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected):
     run(
@@ -351,13 +206,6 @@ def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected
         max_eval_samples=count, num_generations_eval=1,
     )  # fmt: skip
     assert [line["prompt"] for line in completions()] == [f"{a}+{a + 1}=" for a in range(17, 17 + expected)]
-
-
-def test_an_evaluation_without_arguments_first_prints_its_model_and_dataset(monkeypatch, capsys):
-    monkeypatch.setattr(training, "make_trainer", lambda *args: sys.exit("prepares"))
-    with pytest.raises(SystemExit, match="prepares"):
-        cli.evaluate([])
-    assert capsys.readouterr().out == "Evaluation of embedded on embedded; results in outputs/quickstart\n"
 
 
 def test_settings_and_data_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(folder):
@@ -398,78 +246,6 @@ def test_an_evaluation_in_training_is_of_prompts_however_few_the_last_batch_has(
     assert [log["step"] for log in logs if "eval_rewards/has_digit/mean" in log] == [1, 2]
     (found,) = [log for log in logs if "eval_avg@4" in log and log["step"] == 1]
     assert found["eval_avg@4"] == found["eval_pass@4"] == found["eval_reward_best_of_4"] == pytest.approx(1 / 5)
-
-
-def test_two_evaluations_are_kept_apart(folder):
-    lock = RunLock("out")
-    assert lock.acquire() is None
-    with pytest.raises(InputError, match="`output_dir` is out, where another run is training or evaluating"):
-        run(do_train="false", eval_dataset="test.jsonl")
-    lock.release()
-
-
-def test_the_seeds_of_a_colocated_sampler_are_set_too(tmp_path, monkeypatch):
-    drawn, trainer = [], toy_trainer(tmp_path, trainer_class=EvaluatedTrainer)
-    generate = trainer._generate
-    monkeypatch.setattr(trainer, "_generate", lambda prompts: (drawn.append(np.random.random()), generate(prompts))[1])
-    before = np.random.get_state()[1].tolist()
-    for trainer.args.seed in (1, 2, 1):
-        trainer.sample_completions([{"prompt": "1+1="}])
-    assert drawn[0] == drawn[2] != drawn[1]
-    assert np.random.get_state()[1].tolist() == before
-
-
-def test_rows_are_read_when_their_batch_is_sampled(tmp_path, monkeypatch):
-    class Rows:
-        """Rows like those of a dataset whose images are decoded when a row is read."""
-
-        given = [{"prompt": f"{a}+1="} for a in range(5)]
-        read = 0
-
-        def __len__(self):
-            return len(self.given)
-
-        def __iter__(self):
-            return iter(self.given)
-
-        def __getitem__(self, place):
-            self.read += 1
-            return self.given[place]
-
-    rows, before_batches = Rows(), []
-    settings = {"num_generations_eval": 2, "per_device_eval_batch_size": 4}
-    trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, **settings)
-    generate = trainer._generate
-    monkeypatch.setattr(trainer, "_generate", lambda prompts: (before_batches.append(rows.read), generate(prompts))[1])
-    evaluate(trainer, rows, tmp_path / "completions.jsonl")
-    assert [line["prompt"] for line in completions(tmp_path / "completions.jsonl")[::2]] == [
-        row["prompt"] for row in rows.given
-    ]
-    assert before_batches == [4, 8, 10]
-
-
-def test_images_are_put_into_the_messages_as_trl_does(folder, monkeypatch):
-    chat, trainer = [{"role": "user", "content": "What is it?"}], SimpleNamespace(_is_vlm=True)
-    for images, kinds in (({"images": ["a", "b"]}, ["image", "image", "text"]), ({"image": "c"}, ["image", "text"])):
-        prompt = EvaluatedTrainer.prompt_of(trainer, {"prompt": chat, **images})
-        assert [part["type"] for part in prompt[0]["content"]] == kinds
-    assert EvaluatedTrainer.prompt_of(trainer, {"prompt": chat, "image": None}) == chat
-    trainer._is_vlm = False  # a model of text does not look at the column
-    assert EvaluatedTrainer.prompt_of(trainer, {"prompt": chat, "image": "c"}) == chat
-
-
-def test_an_evaluation_reports_prompts_that_differ_from_training(folder, capsys):
-    formed = {"prompt_column": "prompt", "prompt_template": "Q: {prompt}"}
-    run(dataset_name="train.jsonl", save_strategy="steps", save_steps=1, **formed)
-    for saved in ("out", "out/checkpoint-1"):
-        alone = {"do_train": "false", "eval_dataset": "test.jsonl", "output_dir": "new", "model_name_or_path": saved}
-        alone["overwrite_output_dir"] = "true"
-        capsys.readouterr()
-        run(**alone)
-        other = f"Note: {saved} was trained with different prompts: `prompt_template` 'Q: {{prompt}}', now None.\n"
-        assert other in capsys.readouterr().out
-        run(**alone, **formed)
-        assert "different prompts" not in capsys.readouterr().out
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""The vLLM server dies, hangs, rejects or answers late, and comes back or not. Two ranks are in tests/e2e/faults."""
+"""The vLLM server dies, hangs, rejects or answers late, and comes back or not."""
 
 import json
 import re
@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from bapo_trl import BAPOTrainer
 from bapo_trl.vllm_server import client as server_client
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.failing_server import PARTIAL, RUN, ModelServer, client_of
@@ -155,21 +154,6 @@ def test_a_server_that_stays_away_ends_the_run_which_resumes(tmp_path, undisturb
     assert_same_run(resumed, expected)
 
 
-def test_a_checkpoint_that_is_there_is_not_saved_again(tmp_path, monkeypatch):
-    faults, saves, save = {("/v1/completions", 5): "die"}, [], BAPOTrainer._save_checkpoint
-    monkeypatch.setattr(BAPOTrainer, "_save_checkpoint", lambda *args, **kwargs: saves.append(save(*args, **kwargs)))
-    with pytest.raises(RuntimeError, match=r"The last checkpoint is .*checkpoint-4\.$"):
-        train(tmp_path, faults, comes_back=False, save_strategy="steps", save_steps=4)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
-    assert len(saves) == 1
-
-
-def test_before_the_first_update_there_is_nothing_to_save(tmp_path):
-    with pytest.raises(RuntimeError, match=r"after update 0. No checkpoint was saved\.$"):
-        train(tmp_path, {("/v1/completions", 1): "die"}, comes_back=False)
-    assert not list(tmp_path.glob("checkpoint-*"))
-
-
 @pytest.mark.parametrize(
     ("last", "what", "message", "count"),
     [
@@ -192,27 +176,3 @@ def test_a_server_that_is_not_there_at_the_start(tmp_path, monkeypatch, what):
         server.stop()
     with pytest.raises(RuntimeError, match=r"failed during startup: ConnectionError: not up within 0.2 seconds"):
         train(tmp_path, server=server, comes_back=False)
-
-
-def test_a_server_that_comes_up_meanwhile_is_waited_for(tmp_path):
-    server = ModelServer()
-    server.stop()
-    with client_of(server, lambda look: server.start() if look == 3 else None):
-        trainer_over(server, tmp_path, vllm_server_timeout=30)
-    assert server.num_starts == 2
-    server.stop()
-
-
-@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/v1/models"])
-def test_a_server_that_dies_while_the_trainer_is_made(tmp_path, path):
-    with pytest.raises(RuntimeError, match=r"vLLM server at http://127.0.0.1:\d+ failed .*No checkpoint was saved"):
-        train(tmp_path, {(path, 1): "die"}, comes_back=False)
-
-
-def test_a_server_that_dies_between_making_and_training(tmp_path):
-    server = ModelServer()
-    with client_of(server):
-        trainer = trainer_over(server, tmp_path)
-        server.stop()
-        with pytest.raises(RuntimeError, match="failed during the time between two requests"):
-            trainer.train()

@@ -1,24 +1,20 @@
 """Signals while a run trains: the update is finished and saved on all ranks, and the run goes on where it was."""
 
 import json
-import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
-from transformers import Qwen2Config
 
 from bapo_trl.checkpoints.files import find_defect
 from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
+from tests.helpers import signal_runs
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
-from tests.helpers.forked import run_python
-from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_run, toy_trainer
+from tests.helpers.forked import run_function
+from tests.helpers.toy import InUpdate, terminate, toy_run
 
 
 pytestmark = pytest.mark.processes
@@ -54,8 +50,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("signals")
-    program = ["-m", "tests.helpers.signal_runs", folder, json.dumps(list(CASES.values()))]
-    printed = succeeded(run_python(program, timeout_s=600))
+    printed = succeeded(run_function(signal_runs.main, folder, json.dumps(list(CASES.values())), timeout_s=600))
     return dict(zip(CASES, map(json.loads, printed.splitlines()), strict=True))
 
 
@@ -169,14 +164,6 @@ def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
     assert find_defect(out / "checkpoint-3") is None
 
 
-def test_the_launcher_tells_of_a_rank_that_fails_and_of_one_that_is_killed(tmp_path):
-    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
-    for script, processes, code in (("fails.py", 1, 3), ("fails.py", 2, 3), ("dies.py", 2, 137)):
-        result = run_command([*launcher_of(processes), str(tmp_path / script)])
-        assert result.returncode == code, result.stderr
-
-
 def launcher_of(processes: int) -> list[str]:
     single = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
     flags = single if processes == 1 else accelerate_launcher("cpu_ddp", processes)[2:]
@@ -218,47 +205,6 @@ def test_ranks_get_the_signals_of_their_launcher_which_says_no_more(tmp_path, pr
 # Handlers
 
 
-def test_a_training_that_raises_gives_the_handlers_back(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    stop = StopSignals()
-
-    def failing(completions, **kwargs):
-        assert signal.getsignal(signal.SIGTERM) not in (before, signal.SIG_DFL)
-        raise RuntimeError("no reward")
-
-    trainer = toy_trainer(tmp_path, reward_funcs=failing, trainer_args={"callbacks": [stop]})
-    try:
-        with pytest.raises(RuntimeError, match="no reward"):
-            trainer.train()
-    finally:
-        stop.restore()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_child_that_a_reward_forks_ends_by_sigterm_alone_and_the_run_stops_by_its_own(tmp_path, capfd):
-    stop, ended = StopSignals(), []
-
-    def forking(completions, **kwargs):
-        fork = multiprocessing.get_context("fork")
-        is_up = fork.Event()  # what comes before, Python forgets after a fork
-        child = fork.Process(target=lambda: (is_up.set(), time.sleep(60)), daemon=True)
-        child.start()
-        is_up.wait()
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
-            os.kill(child.pid, number)
-        child.join(20)
-        ended.append(child.exitcode)
-        child.kill()
-        child.join()
-        return digits_reward(completions)
-
-    callbacks = {"callbacks": [stop, InUpdate(2, terminate)]}
-    trainer = toy_run(tmp_path, reward_funcs=forking, trainer_args=callbacks)
-    assert set(ended) == {-signal.SIGTERM}
-    assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 2)
-    assert capfd.readouterr().err.count("the run stops and saves") == 1
-
-
 def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_model_alone(tmp_path):
     def trained(folder, *callbacks, resume=None, **settings):
         return toy_run(tmp_path / folder, trainer_args={"callbacks": list(callbacks)}, **settings, resume=resume)
@@ -271,21 +217,6 @@ def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_
     assert (tmp_path / "stopped" / "checkpoint-2" / "optimizer.pt").exists()
     resumed = trained("stopped", resume=True, **saving)
     assert_same_weights(expected, resumed)
-
-
-def test_in_another_thread_no_handler_is_taken(tmp_path):
-    stop, seen = StopSignals(), []
-    before = signal.getsignal(signal.SIGTERM)
-
-    def watching(completions, **kwargs):
-        seen.append(signal.getsignal(signal.SIGTERM))
-        return [float(len(text)) for text in completions]
-
-    trainer = toy_trainer(tmp_path, reward_funcs=watching, max_steps=1, trainer_args={"callbacks": [stop]})
-    thread = threading.Thread(target=trainer.train)
-    thread.start()
-    thread.join()
-    assert seen == [before]
 
 
 # SLURM
@@ -361,64 +292,3 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
         resume = "true" if found == ["checkpoint-50"] else "false"
         assert f"--model_name_or_path model --output_dir {output_dir} --resume_from_checkpoint {resume} " in launched
     assert sorted(path.name for path in output_dir.iterdir()) == found  # the mark of the shared disk is gone
-
-
-def test_the_code_of_a_model_is_run_by_every_part_of_the_job_if_that_is_trusted(tmp_path, slurm):
-    environment = slurm | {"TRUST_REMOTE_CODE": "true"}  # above, it is not
-    succeeded(run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **environment))
-    for name in ("dry", *(f"launched-{rank}" for rank in range(4))):
-        assert " --trust_remote_code true " in (tmp_path / name).read_text()
-    assert (tmp_path / "served").read_text().endswith(" --trust-remote-code\n")
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"BLIND": "node2"}, "which is not shared by all nodes"),
-        ({"NODES": "0 1 2"}, "The job has 3 nodes, not 5"),
-        ({"REFUSES": "2"}, ""),  # the dry run says why
-    ],
-)
-def test_a_job_that_cannot_work_ends_before_it_starts_a_server(tmp_path, slurm, changed, message):
-    result = run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **slurm | changed)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert (tmp_path / "dry").exists() == ("REFUSES" in changed)
-    assert not list(tmp_path.glob("launched-*"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "submitted"),
-    [
-        ([], "--nodes=5 --gpus-per-node=8 JOB RECIPE MODEL OUT\n4\n8\n4\nfalse\n"),  # 28 heads, 4 of keys and values
-        (["--trust_remote_code"], "--nodes=5 --gpus-per-node=8 JOB RECIPE MODEL OUT\n4\n8\n4\ntrue\n"),
-        (
-            ["--trainer_nodes", "2", "--gpus_per_node", "4", "--tensor_parallel_size", "2", "--", "--time=1:00:00"],
-            "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB RECIPE MODEL OUT\n2\n4\n2\nfalse\n",
-        ),
-        (["--tensor_parallel_size", "8"], "has 28 attention heads (4 key-value heads), and a node has 8 GPUs: choose"),
-        (["--model", "nowhere"], "--model is 'nowhere', but its configuration cannot be loaded"),
-    ],
-    ids=["defaults", "code of the model", "sizes", "heads", "no model"],
-)
-def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, slurm, flags, submitted):
-    Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(tmp_path / "model")
-    (tmp_path / "recipe.yaml").write_text("")
-    names = {"--recipe": "recipe.yaml", "--model": str(tmp_path / "model"), "--output_dir": "out"}
-    given = [part for name, value in names.items() if name not in flags for part in (name, value)]
-    result = run_python([ROOT / "scripts" / "submit_slurm.py", *given, *flags], cwd=tmp_path, **slurm)
-    note = tmp_path / "submitted"
-    if result.returncode:
-        assert submitted in result.stderr
-        assert not note.exists()
-        return
-    here = {"RECIPE": "recipe.yaml", "MODEL": "model", "OUT": "out"}
-    paths = {"JOB": ROOT / SLURM} | {word: tmp_path / name for word, name in here.items()}
-    assert note.read_text() == re.sub("JOB|RECIPE|MODEL|OUT", lambda name: str(paths[name[0]]), submitted)
-    assert "checks that all nodes share" in result.stdout
-
-
-def test_the_slurm_script_without_its_arguments_says_how_a_job_is_submitted():
-    usage = run_command(["bash", SLURM, "recipe.yaml", "model"])
-    assert usage.returncode != 0
-    assert "scripts/submit_slurm.py --recipe RECIPE --model MODEL --output_dir OUTPUT_DIR" in usage.stderr

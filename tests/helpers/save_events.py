@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from bapo_trl.checkpoints import atomic
 from bapo_trl.checkpoints.files import UNFINISHED
+from bapo_trl.rollouts.partial import PartialRollouts
 
 
 class SaveEvents:
@@ -52,7 +53,7 @@ class SaveEvents:
             wait(error)
 
         trainer._save_checkpoint, atomic.raise_on_all_ranks = watched_save, watched_wait
-        trainer._continue_completions = self._numbered(trainer._continue_completions, "round")
+        PartialRollouts._continue = self._numbered(PartialRollouts._continue, "round")
         trainer.training_step = self._numbered(trainer.training_step, "micro-batch")
         sys.addaudithook(self._audit)
         torch.save = self._watched(torch.save, "torch.save")

@@ -1,10 +1,7 @@
 """Kills trainers in the middle of a save and in the training after it, at chosen events, and starts them again.
 
-    python -m tests.helpers.save_kills FOLDER replay|partial|reference|anywhere one|few|all
-
-For each kill, a JSON line on the standard output tells what went wrong afterwards, if anything. The processes are
-forked from this one, which has imported the libraries: a kill takes seconds. `all` takes every event of every rank;
-of `anywhere`, 20.
+`main` takes a folder, a kind of `RUNS`, and how many kills: one, few or all, which is every event of every rank; of
+`anywhere`, 20. For each kill, a JSON line on the standard output tells what went wrong afterwards, if anything.
 """
 
 import hashlib
@@ -298,7 +295,3 @@ def main(folder: str, kind: str, which: str) -> None:
         for number, kill in enumerate(kills[:1] if which == "one" else kills):
             wrong = wrong_after(kill, run, Path(folder, f"killed-{run.ranks}-{number:02d}"), straight)
             print(json.dumps({**kill._asdict(), "wrong": wrong}), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

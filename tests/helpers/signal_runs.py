@@ -1,9 +1,7 @@
 """Runs `train_bapo.py` on one rank or two, sends them signals at chosen moments, and starts them again.
 
-    python -m tests.helpers.signal_runs FOLDER CASES
-
-`CASES` is a list in JSON; for each, a JSON line on the standard output tells what came of it. The processes are forked
-from this one, which has imported the libraries.
+`main` takes a list of cases in JSON; for each, a JSON line on the standard output tells what came of it. The processes
+are forked from its own, which has imported the libraries.
 """
 
 import json
@@ -112,7 +110,3 @@ def main(folder: str, cases: str) -> None:
             path.mkdir()
             fill_folder(path, patch)
             print(json.dumps(outcome(case, path)), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,15 +6,13 @@ import configparser
 import copy
 import io
 import re
-import shlex
 
 import matplotlib.image
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_code_cell
 
-from bapo_trl.script.command_line import parse_arguments
-from notebooks.run import FOLDER, LIMIT, check_storable, code_digest, execute, run, tidy
+from notebooks.run import FOLDER, check_storable, code_digest, execute, tidy
 from tests.helpers.commands import ROOT
 
 
@@ -96,34 +94,3 @@ def test_the_notebook_runs_and_shows_its_figures(name, tmp_path):
 def test_the_notebook_is_committed_with_the_outputs_of_its_code(name):
     check_committed(read(name))
     check_figures(read(name), NOTEBOOKS[name][1])
-
-
-def test_the_command_of_the_last_notebook_is_one(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    text = "\n".join(cell.source for cell in read("04_your_own_task.ipynb").cells)
-    (command,) = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
-    program, name, *arguments = shlex.split(command.replace("\\\n", " "))
-    assert (program, name) == ("bapo-trl", "train")
-    script_args, training_args, *_ = parse_arguments(arguments)
-    assert len(script_args.reward_funcs) == len(training_args.reward_weights)
-
-
-def test_running_stores_text_and_figures_and_no_more(tmp_path):
-    path = tmp_path / "small.ipynb"
-    title, install = read("01_adaptive_bounds.ipynb").cells[:2]
-    noise = "import sys\n\nprint('seen')\nprint('a warning', file=sys.stderr)\n1 + 1"
-    drawing = "import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.show()"
-    nbformat.write(new_notebook(cells=[title, install, new_code_cell(noise), new_code_cell(drawing)]), path)
-    run(path)
-    small = nbformat.read(path, as_version=4)
-    check_committed(small)
-    check_figures(small, 1)
-    noise = small.cells[2]
-    assert [output.get("text") or output.data["text/plain"] for output in noise.outputs] == ["seen\n", "2"]
-    for text, message in (("in /home/user/x.py\n", "cell-03 prints a path"), ("x" * LIMIT, "more than 300,000")):
-        noise.outputs[0].text = text
-        with pytest.raises(ValueError, match=message):
-            check_storable(small)
-    noise.source = "1 + 2"
-    with pytest.raises(AssertionError, match="run `make notebooks`"):
-        check_committed(small)

@@ -134,11 +134,3 @@ def test_rows_with_an_advantage_are_told_by_row_and_by_token():
         [[0.0, 0, 0, 9, 9], [4, 0, 0, 0, 0], [0, 0, 0, 0, 9]]
     )  # the 9s of row 0 are padding
     assert batch_to_rows(batch(advantages=token_advantages), PAD).has_advantage().tolist() == [False, True, True]
-
-
-def test_bytes_of_a_row_as_the_docs_give_them():
-    """docs/zero3_vllm.md: 5 p + (5 + 4 k) t + 44 for p prompt and t completion tokens, k tensors of log-probs."""
-    rows = batch_to_rows(batch(ref_per_token_logps=EXTRAS["ref_per_token_logps"]), PAD)
-    prompts, completions, k = (2, 4, 1), (3, 1, 5), 2
-    expected = [5 * p + (5 + 4 * k) * t + 44 for p, t in zip(prompts, completions, strict=True)]
-    assert rows.row_bytes().tolist() == expected

@@ -5,9 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from bapo_trl import BAPOTrainer
 from bapo_trl.batch.reward_sums import zero_advantage_rows
-from tests.helpers.alike import assert_same_weights
 from tests.helpers.toy import ON_GPU, toy_run, training_logs
 from tests.replay.test_mixer import REPLAY, Spy, queue_of
 
@@ -49,19 +47,6 @@ def test_sums_that_differ_by_rounding_tie():
     assert len(set(torch.tensor(rewards).sum(dim=1).tolist())) > 1
     assert tied(rewards, (1.0, 1.0)) == [True] * 3
     assert tied([[0.5, 0.2], [0.4, 0.3], [0.7, 0.00001]], (1.0, 1.0)) == [False] * 3
-
-
-def test_weights_decide_and_absent_parts_add_nothing():
-    rewards = [[1.0, 0.0], [1.0, 1.0], [1.0, 0.0]]
-    assert tied(rewards, (0.7, 0.3)) == [False] * 3
-    assert tied(rewards, (0.7, 0.0)) == [True] * 3
-    assert tied([[0.3, NAN], [0.3, NAN], [0.1, 0.2]], (1.0, 1.0)) == [True] * 3  # as in TRL
-
-
-def test_normalized_one_by_one_a_tie_is_one_of_each_function():
-    rewards = [[0.5, 0.2], [0.4, 0.3], [0.7, 0.0], [0.7, 0.1], [0.7, 0.1], [0.7, NAN]]
-    assert tied(rewards, (1.0, 1.0), summed_first=False) == [False] * 3 + [True] * 3
-    assert tied(rewards, (0.0, 0.0), summed_first=False) == [True] * 6
 
 
 @pytest.mark.parametrize("num_generations", [2, 3, 7, 8, 16])
@@ -160,43 +145,3 @@ def test_without_the_flag_advantages_and_fraction_are_trls(tmp_path):
 
 
 # A subclass with rewards of its own
-
-
-def columns(completions, reward=THREE_DECIMALS):
-    return torch.tensor(reward(completions)).unsqueeze(1)
-
-
-class Alone(BAPOTrainer):
-    """Has rewards of its own, and ignores those of the reward function."""
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        return self.accelerator.gather(columns(completions).to(self.accelerator.device))
-
-
-class Shaped(BAPOTrainer):
-    """Adds a reward to that of the reward function."""
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return rewards_per_func + columns(completions).to(rewards_per_func.device)
-
-
-def nothing(completions, **kwargs):
-    return [0.0] * len(completions)
-
-
-@pytest.mark.parametrize("trainer_class", [Alone, Shaped])
-def test_ties_are_of_the_rewards_of_a_subclass(tmp_path, trainer_class):
-    plain = toy_run(tmp_path / "plain", reward_funcs=THREE_DECIMALS, **ZERO)
-    of_subclass = toy_run(tmp_path / "subclass", trainer_class=trainer_class, reward_funcs=nothing, **ZERO)
-    assert_same_weights(plain, of_subclass)
-    assert max(log.get("replay/zero_advantage_filled", 0) for log in training_logs(plain)) > 0
-
-
-def test_a_reward_of_a_subclass_that_is_infinite_stops_the_training(tmp_path):
-    class Infinite(BAPOTrainer):
-        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-            return self.accelerator.gather(columns(completions, by_start(torch.inf, 1.0)))
-
-    with pytest.raises(ValueError, match="The reward function `nothing` returned inf"):
-        toy_run(tmp_path, trainer_class=Infinite, reward_funcs=nothing)

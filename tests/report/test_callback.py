@@ -2,16 +2,13 @@
 
 import json
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import TrainerCallback, TrainerControl, TrainerState
-from trl import GRPOConfig
+from transformers import TrainerCallback
 
 from bapo_trl import ReportCallback
 from bapo_trl.report.command import save_report
-from tests.helpers.hub import push_to_stand_in
 from tests.helpers.toy import toy_trainer
 
 
@@ -55,9 +52,6 @@ class Clock(TrainerCallback):
         self.update = state.global_step
 
 
-MINUTES = range(0, 600, 60)  # each update takes one
-
-
 @pytest.mark.parametrize(
     ("seconds", "written"),
     [
@@ -74,30 +68,6 @@ def test_a_report_is_written_once_a_minute_and_at_the_end(tmp_path, monkeypatch,
     assert drawn.at_saves == list(enumerate(written, start=1))
     assert drawn.updates == sorted({*written, 4})  # none twice
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def file_state(folder: Path) -> tuple[int, int]:
-    state = (folder / "report.png").stat()
-    return state.st_size, state.st_mtime_ns
-
-
-@pytest.mark.parametrize(("strategy", "pushed"), [("every_save", [2, 4]), ("end", [])])
-def test_a_report_stays_as_it_is_while_an_upload_reads_it(tmp_path, monkeypatch, strategy, pushed):
-    def note(folder, name):
-        return drawn.updates[-1], file_state(Path(folder))
-
-    drawn, hub, after = Drawn(monkeypatch), push_to_stand_in(monkeypatch, note), []
-
-    class AfterSave(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            after.append((state.global_step, file_state(tmp_path)))
-
-    trainer = toy_trainer(tmp_path, push_to_hub=True, hub_strategy=strategy, **SAVES)
-    for callback in (Clock(monkeypatch, MINUTES), ReportCallback(), drawn.watch(), AfterSave()):
-        trainer.add_callback(callback)
-    trainer.train()
-    assert drawn.at_saves == [(2, 2), (4, 4)]
-    assert hub.uploads == [each for each in after if each[0] in pushed]
 
 
 def test_settings_are_saved_by_a_list_without_secrets_and_all_count_in_the_fingerprint(tmp_path):
@@ -120,12 +90,6 @@ def test_settings_are_saved_by_a_list_without_secrets_and_all_count_in_the_finge
     assert len({saved["fingerprint"], *(other["fingerprint"] for other in others)}) == 3
 
 
-def test_the_logs_of_trls_trainer_have_no_facts(tmp_path):
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    ReportCallback().on_train_begin(args, TrainerState(is_world_process_zero=True), TrainerControl())
-    assert "facts" not in json.loads((tmp_path / "run_settings.json").read_text())
-
-
 def test_a_report_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     trainer = toy_trainer(tmp_path, **SAVES)
@@ -137,13 +101,3 @@ def test_a_report_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path
     assert "matplotlib is not installed (pip install 'bapo-trl[plots]')" in said
     assert (tmp_path / "checkpoint-4").is_dir()
     assert not (tmp_path / "report.png").exists()
-
-
-def test_only_the_main_process_writes(tmp_path):
-    trainer = toy_trainer(tmp_path, **SAVES)
-    callback = ReportCallback()
-    trainer.state.is_world_process_zero = False
-    callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    trainer.state.log_history = [{"loss": 0.1, "step": 1}]
-    callback.on_save(trainer.args, trainer.state, trainer.control)
-    assert not list(tmp_path.iterdir())

@@ -1,16 +1,13 @@
 """The picture of runs and what the terminal is told, by the command."""
 
-import json
-import math
 import re
-import sys
 
 import pytest
 
 from bapo_trl import cli
 from bapo_trl.report.command import main
 from bapo_trl.report.figure import ACCURACY, MOST_PANELS, PANELS
-from tests.helpers.commands import ends, run_command
+from tests.helpers.commands import ends
 from tests.report.made_logs import made_logs, save_run
 
 
@@ -66,23 +63,6 @@ def test_a_run_has_the_panels_it_has_data_for(report, tmp_path, capsys):
     assert printed.startswith(f"Report: {tmp_path}/out/report.png\nHealth checks: 3/3 passed. ")
 
 
-def test_runs_with_different_metrics_are_laid_over_one_another(report, tmp_path, capsys):
-    first = save_run(tmp_path / "queue", made_logs(), share())
-    plain = [{"loss": 0.1, "reward": 0.4, "step": step, "completions/clipped_ratio": 0.8} for step in range(1, 40)]
-    figure = report(first, save_run(tmp_path / "plain", plain))  # TRL's logs, without settings
-    assert [text.get_text() for text in figure.legends[0].texts] == ["VESPO: queue", "plain"]
-    found = panels(figure)
-    assert [values(found["Mean reward of the samples"], color) for color in ("C0", "C1")] == [
-        [[0.5] * 20],
-        [[0.4] * 39],
-    ]
-    assert values(found["Entropy of the policy (nats per token)"], "C1") == []
-    printed = capsys.readouterr().out
-    assert "queue:\n  Health checks: 3/3 passed." in printed
-    assert "\n  Warning: Completions cut off: 80% of the completions reached the maximum length" in printed
-    assert max(map(len, printed.splitlines()[1:])) <= 100
-
-
 def test_three_seeds_are_a_band_and_a_maximum_is_the_largest(report, tmp_path, capsys):
     ages, ratios = [[7.0, 3.0], [5.0, 6.0], [1.0, 1.0]], [[0.25, 0.5], [0.125, 0.75], [1.0, 1.0]]
     logs = [
@@ -105,52 +85,6 @@ def test_three_seeds_are_a_band_and_a_maximum_is_the_largest(report, tmp_path, c
     assert capsys.readouterr().out.count("Health checks") == 1  # which all share
 
 
-def test_a_maximum_that_equals_the_mean_does_not_hide_it(report, tmp_path):
-    ages = [0.0, 1.0, 2.0]
-    figure = report(save_run(tmp_path / "mine", made_logs(3, **{"staleness/mean": ages, "staleness/max": ages})))
-    mean, largest = panels(figure)["Staleness of samples (policy versions)"].lines
-    assert (mean.get_linestyle(), largest.get_linestyle()) == ("-", "--")
-
-
-def test_undefined_values_are_left_out_and_a_single_one_is_seen(report, tmp_path):
-    logs = made_logs(4, entropy=[1.0, None, 3.0, math.nan])
-    for log in logs[1:]:
-        del log["reward"]
-    found = panels(report(save_run(tmp_path / "gaps", logs)))
-    assert values(found["Entropy of the policy (nats per token)"], "C0") == [[1.0, 3.0]]
-    (reward,) = found["Mean reward of the samples"].lines
-    assert (reward.get_ydata().tolist(), reward.get_marker()) == ([0.5], ".")
-
-
-def test_a_finding_that_runs_share_is_said_once_by_their_names(report, tmp_path, capsys):
-    bapo, vespo = (
-        {"facts": {"method": name, "has_clip_bounds": True}, "fingerprint": name} for name in ("BAPO", "VESPO")
-    )
-    long = {"completions/clipped_ratio": 0.8}
-    report(
-        save_run(tmp_path / "a", made_logs(**long), {**bapo, "seed": 1}),
-        save_run(tmp_path / "b", made_logs(**{"ratio/ess": 0.1}), {**bapo, "seed": 2}),
-        save_run(tmp_path / "c", made_logs(**long), vespo),
-    )
-    printed = capsys.readouterr().out
-    assert "BAPO: a, VESPO: c:\n  Warning: Completions cut off: 80% of the completions reached the" in printed
-    assert "BAPO: b:\n  Warning: Effective sample size: below" in printed
-    assert " ".join(printed.split()).count("Try: A larger `max_completion_length`") == 1
-
-
-def test_the_accuracy_before_and_after_is_drawn_where_a_run_measured_it(report, tmp_path):
-    run = save_run(tmp_path / "run", made_logs(), share())
-    results = {"before_avg@4": 0.4, "before_avg@4_stderr": 0.05, "eval_avg@4": 0.98, "eval_avg@4_stderr": 0.02}
-    (run / "eval_results.json").write_text(json.dumps(results))
-    found = panels(report(run))
-    assert len(found) == MOST_PANELS
-    axes = found[ACCURACY.title]
-    assert axes.lines[0].get_xydata().tolist() == [[0, 0.4], [20, 0.98]]
-    assert [text.get_text().strip() for text in axes.texts] == ["0.40", "0.98"]
-    assert all(0 < text.xy[1] < axes.get_ylim()[1] for text in axes.texts)  # matplotlib leaves out those outside
-    assert axes.get_ylabel() == "avg@4"
-
-
 def rejection(capsys, *arguments) -> str:
     ends(cli.main, ["report", *arguments], code=1)  # as for the other commands
     (error,) = capsys.readouterr().err.splitlines()
@@ -167,13 +101,3 @@ def test_a_mistake_ends_in_one_line(tmp_path, capsys):
     out.touch()
     run = save_run(tmp_path / "run", made_logs(2))
     assert f"--output {out} cannot be written: File exists. Give" in rejection(capsys, run, "--output", out)
-
-
-def test_the_command_loads_neither_torch_nor_a_window(tmp_path):
-    run = save_run(tmp_path / "run", made_logs(2))
-    code = (
-        "import sys; from bapo_trl.report.command import main; main(sys.argv[1:]); "
-        "assert not {'torch', 'transformers', 'matplotlib.pyplot'} & set(sys.modules)"
-    )
-    result = run_command([sys.executable, "-c", code, str(run), "--output", str(tmp_path / "out")])
-    assert result.returncode == 0, result.stderr

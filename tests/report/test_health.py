@@ -1,16 +1,10 @@
 """Golden tests of each health line: it appears just beyond its threshold, and not within."""
 
-import itertools
-import math
-import re
-
 import pytest
 
-from bapo_trl import BAPOConfig
 from bapo_trl.report import health
-from bapo_trl.report.health import CHECKS, Finding
+from bapo_trl.report.health import Finding
 from bapo_trl.report.runs import Logs
-from tests.helpers.commands import ROOT
 from tests.report.made_logs import made_logs
 
 
@@ -32,10 +26,6 @@ def told(findings: list[Finding]) -> list[tuple[str, str]]:
     assert findings[0].severity == "summary"
     assert {found.severity for found in findings[1:]} <= {"warning"}
     return [(found.name, found.sentence) for found in findings[1:]]
-
-
-def without(log: dict, *names: str) -> dict:
-    return {name: value for name, value in log.items() if name not in names}
 
 
 def evaluated(accuracies: dict[int, float], name="eval_reward", **more) -> list[dict]:
@@ -70,13 +60,6 @@ def test_each_line_at_its_threshold(metric, within, beyond, name, sentence):
     assert examine(made_logs(**{metric: beyond}))[0].sentence.startswith("3/4 passed.")
 
 
-def test_every_check_has_a_row_in_the_docs():
-    page = (ROOT / "docs" / "monitor.md").read_text()
-    rows = [line for line in page.partition("| check |")[2].partition("\n\n")[0].splitlines() if line.startswith("| ")]
-    for check, row in zip(CHECKS, rows, strict=True):
-        assert row.startswith(f"| {check.name} | ")
-
-
 @pytest.mark.parametrize("name", ["eval_reward", "eval_avg@4"])
 def test_a_fall_of_the_accuracy_by_a_third_is_told(name):
     def falls(accuracies, **more):
@@ -95,36 +78,6 @@ def test_a_fall_of_the_accuracy_by_a_third_is_told(name):
         assert falls({5: -0.5, 10: 0.1, 20: 0.05}) == []
 
 
-def test_the_accuracy_before_and_after_training_counts():
-    results = {"before_avg@4": 0.5, "before_avg@4_stderr": 0.02, "eval_avg@4": 0.1, "eval_avg@4_stderr": 0.02}
-    (found,) = told(examine(made_logs(), FACTS, results))
-    assert found == ("Accuracy fell", "fell from 0.500 at update 0 to 0.100 at update 20.")
-    assert told(examine(made_logs(), FACTS, {**results, "eval_avg@4": 0.5})) == []
-    resumed = [*evaluated({10: 0.9}), *made_logs(15, first=6)]  # the evaluation is still that of a run that went on
-    assert told(examine([*resumed, {"step": 10, "eval_reward": 0.5}, {"step": 20, "eval_reward": 0.5}])) == []
-
-
-@pytest.mark.parametrize("way", ["results", "logs"])
-def test_a_first_evaluation_of_0_without_a_signal_is_told(way):
-    def examined(first):
-        if way == "logs":
-            logs = [
-                log if "eval_reward" in log else {**log, "frac_reward_zero_std": 0.98}
-                for log in evaluated({1: first, 20: first})
-            ]
-            return examine(logs)
-        results = {"before_avg@2": first, "eval_avg@2": first}
-        return examine(made_logs(frac_reward_zero_std=0.98), FACTS, results)
-
-    (_, at_zero), (_, above) = examined(0.0), examined(0.1)
-    assert at_zero.name == above.name == "Zero-advantage groups"
-    assert at_zero.sentence.endswith("in the latest 5 of 20 logs; the first evaluation is 0.")
-    assert "first evaluation" not in above.sentence
-    assert "Easier prompts" in at_zero.remedy
-    assert "Easier prompts" not in above.remedy
-    assert told(examine(made_logs(frac_reward_zero_std=0.3), FACTS, {"before_avg@2": 0.0, "eval_avg@2": 0.0})) == []
-
-
 def test_bounds_without_an_effect_are_told():
     def named(facts=ADAPTIVE, **changes):
         return [name for name, _ in lines(facts, **{**WITHIN, **changes})]
@@ -139,68 +92,6 @@ def test_bounds_without_an_effect_are_told():
     assert named(**{"bapo/clip_low": 0.9, "bapo/clip_high": 3.0}) == ["Effect of the clip bounds"]  # a search in vain
 
 
-BAD = ({"ratio/ess": 0.1}, {"frac_reward_zero_std": 1.0}, {"completions/clipped_ratio": 1.0}, {"reward": None}, WITHIN)
-ALL_BAD = {
-    name: value for each in BAD[:-1] for name, value in each.items()
-}  # ratios within 0.6 to 1.2 have a large ESS
-
-
-@pytest.mark.parametrize("of_ratios", [BAD[0], BAD[-1], {}])
-@pytest.mark.parametrize("accuracies", [{1: 0.5, 20: 0.1}, {1: 0.0, 20: 0.0}, {}])
-def test_no_report_advises_both_more_and_less_of_a_setting(of_ratios, accuracies):
-    conditions = {check.needs for check in CHECKS} | {needs for check in CHECKS for needs in check.remedies.values()}
-    facts = {**dict.fromkeys(conditions, True), "start_bounds": [0.6, 1.2]}
-    for others in itertools.product([False, True], repeat=3):
-        bad = dict(of_ratios)
-        for is_bad, each in zip(others, BAD[1:-1], strict=True):
-            bad |= each if is_bad else {}
-        logs = [log if "loss" not in log else {**log, **bad} for log in evaluated(accuracies)]
-        words = " ".join(found.remedy.lower() for found in examine(logs, facts))
-        more, less = (
-            set(re.findall(rf"\b(?:{kind}) (`\w+`|updates per generation)", words))
-            for kind in ("more|higher|larger", "fewer|lower|smaller")
-        )
-        assert more & less == set()
-
-
-def test_one_log_has_no_verdict_bad_or_good():
-    for values in (ALL_BAD, {}):
-        (finding,) = examine(made_logs(1, **values), ADAPTIVE)
-        assert (finding.severity, finding.name) == ("summary", "Health checks")
-        start = (
-            "none could be made. Not checked, because not logged: `eval_reward`. Not checked, because logged once, "
-        )
-        assert finding.sentence.startswith(start)
-    assert len(examine(made_logs(2, **ALL_BAD), ADAPTIVE)) == 1 + 4  # two logs have
-
-
-@pytest.mark.parametrize("size", [2, 5, 10])
-def test_one_bad_log_of_a_few_is_no_warning_and_two_are(size):
-    for bad in (1, 2):
-        assert len(lines(size=size, **{"ratio/ess": [0.1] * bad + [0.9]})) == bad - 1
-
-
-def test_the_latest_logs_are_two_at_least():
-    # The latest quarter of 4 logs is 1
-    cut_off = lines(size=4, **{"completions/clipped_ratio": [0.0, 0.0, 0.0, 0.9]})  # (0.0 + 0.9) / 2
-    assert cut_off == []
-
-
-@pytest.mark.parametrize("undefined", [None, math.nan, math.inf])
-def test_undefined_values_count_for_nothing(undefined):
-    assert lines(**{"ratio/ess": [undefined, 0.9, undefined, 0.9]}) == []
-    assert lines(**{"ratio/ess": [undefined, 0.1, 0.2, 0.9]}) == [
-        ("Effective sample size", "below 0.3 of the samples in 2 of 19 logs; lowest 0.1 at update 2.")
-    ]
-
-
-def test_a_reward_is_looked_for_at_generations():
-    logs = [without(log, "reward") for log in made_logs()]
-    assert [name for name, _ in told(examine(logs))] == ["No reward"]
-    some = [log if log["step"] % 2 else without(log, "reward", "completions/mean_length") for log in made_logs()]
-    assert told(examine(some)) == []  # generations at every second update
-
-
 def test_checks_that_could_not_be_made_are_named():
     plain = [{"loss": 0.1, "step": step, "ratio/ess": 0.9} for step in (1, 2)]
     plain[0]["frac_reward_zero_std"] = 0.1
@@ -212,8 +103,3 @@ def test_checks_that_could_not_be_made_are_named():
     )
     summary, found = examine([{**log, "ratio/ess": 0.1} for log in plain])
     assert (summary.sentence[:12], found.name) == ("0/1 passed. ", "Effective sample size")
-
-
-def test_settings_that_a_line_names_exist():
-    words = {word for check in CHECKS for word in re.findall(r"`(\w+)`", " ".join(check.remedies))}
-    assert {word for word in words if not hasattr(BAPOConfig, word)} == set()

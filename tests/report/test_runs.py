@@ -6,7 +6,7 @@ import pytest
 
 from bapo_trl.errors import InputError
 from bapo_trl.report.runs import Logs, group_runs, read_runs
-from tests.report.made_logs import HEALTHY, made_logs, save_run
+from tests.report.made_logs import made_logs, save_run
 
 
 def test_a_run_is_a_folder_a_checkpoint_or_a_state(tmp_path):
@@ -27,19 +27,6 @@ def test_a_run_is_a_folder_a_checkpoint_or_a_state(tmp_path):
     assert read() == ("out", list(range(1, 18)), {"seed": 7})
 
 
-def test_evaluations_and_the_summary_are_no_updates():
-    history = [*made_logs(2), {"step": 2, "eval_reward": 0.5}, {**made_logs(1)[0], "step": 2, "train_runtime": 1.0}]
-    logs = Logs(history)
-    assert logs.steps == [1, 2]
-    assert [logs.points(name).values.tolist() for name in HEALTHY] == [[value] * 2 for value in HEALTHY.values()]
-
-
-def test_the_summary_of_a_run_shorter_than_its_logging_is_its_only_log():
-    summary = {**made_logs(1)[0], "step": 8, "train_runtime": 1.0}
-    assert Logs([summary]).steps == [8]
-    assert Logs([{"step": 8, "train_runtime": 1.0}]).steps == []
-
-
 def test_a_resumed_run_counts_each_update_once():
     again = made_logs(3, first=4, reward=0.9)
     logs = Logs([*made_logs(6), {"step": 6, "eval_reward": 0.5}, *again])  # killed at 6, resumed from 3
@@ -47,21 +34,6 @@ def test_a_resumed_run_counts_each_update_once():
     assert logs.points("reward").values.tolist() == [0.5] * 3 + [0.9] * 3
     coarser = Logs([*made_logs(6), *made_logs(2, first=4, every=4)])  # resumed from 3, logs each 4th
     assert coarser.steps == [1, 2, 3, 4, 8]
-
-
-def test_labels_tell_runs_apart(tmp_path):
-    a, b, other = (save_run(tmp_path / name, made_logs(2)) for name in ("a/out", "b/out", "b/other"))
-    assert [run.label for run in read_runs([a, b, a])] == ["a/out", "b/out"]
-    assert [run.label for run in read_runs([b, other])] == ["out", "other"]
-
-
-def test_runs_that_compare_keeps_have_their_settings(tmp_path):
-    for seed in (1, 2):
-        save_run(tmp_path, made_logs(2), {"fingerprint": "a", "seed": seed})
-        for name in ("trainer_state.json", "run_settings.json"):
-            (tmp_path / name).rename(tmp_path / f"BAPO_seed_{seed}.{name}")
-    (group,) = group_runs(read_runs(sorted(tmp_path.glob("*.trainer_state.json"))))
-    assert group.title == "BAPO_seed (2 seeds)"
 
 
 def test_runs_whose_settings_differ_in_the_seed_alone_are_one_band(tmp_path):

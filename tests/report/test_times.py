@@ -6,12 +6,13 @@ import pytest
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from bapo_trl import bapo_trainer, phase_clock
+from bapo_trl import phase_clock
 from bapo_trl.report.command import write_report
 from bapo_trl.report.facts import facts_of
 from bapo_trl.report.runs import Logs, read_runs
 from bapo_trl.report.times import PHASES, largest_savings, seconds_of, time_line
 from bapo_trl.script import preparation
+from bapo_trl.vllm_server import mismatch
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.script_runs import fill_folder, run
 from tests.helpers.toy import toy_trainer
@@ -75,7 +76,7 @@ def test_a_run_over_a_server_is_told_what_its_settings_could_save(tmp_path, monk
     monkeypatch.setattr(phase_clock, "perf_counter", lambda: now)
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", FakeVLLM)
     monkeypatch.setattr(preparation, "check_packages", lambda settings: None)  # of which vllm is one
-    monkeypatch.setattr(bapo_trainer, "client_for", lambda *args: nullcontext())
+    monkeypatch.setattr(mismatch, "client_for", lambda *args: nullcontext())
     take(FakeVLLM, "generate", 50)
     take(GRPOTrainer, "_get_per_token_logps_and_entropies", 5)
     run(dataset_name="train.jsonl", max_steps=2, use_vllm=True, vllm_mode="server", vllm_logp_tolerance="none")

@@ -162,27 +162,3 @@ def test_a_completion_ends_with_the_window():
     assert [group.completions[0].tokens for group in pool.emit(2)] == [[60], [50, 51, 52, 53, 54, 55]]
     with pytest.raises(ValueError, match="prompt has 9 tokens, but the sampler takes 9"):
         pool.admit({}, [5] * 9)
-
-
-def test_a_smaller_window_or_cap_than_before_is_rejected():
-    pool, lengths = pool_with([9])
-    go_on(pool, lengths, 0, cap=6)
-    with pytest.raises(ValueError, match=r"window of the sampler 7 tokens, but a paused completion has 6"):
-        RolloutPool(1, CAP, [EOS], window=7).load_state_dict(pool.state_dict())
-    RolloutPool(1, CAP, [EOS], window=8).load_state_dict(pool.state_dict())
-    with pytest.raises(ValueError, match="`max_completion_length` is 6, but a paused completion has 6 tokens"):
-        RolloutPool(1, 6, [EOS]).load_state_dict(pool.state_dict())
-
-
-def test_a_sampler_that_stops_early_has_ended_the_completion():
-    pool, _ = pool_with([99])
-    pool.take(pool.unfinished(), [[5, 6]], 0, cap=3)
-    assert pool.has_enough(1)
-
-
-def test_no_tokens_or_more_than_may_come_are_rejected():
-    pool, _ = pool_with([99])
-    pool.take(pool.unfinished(), [list(range(2, 12))], 0, cap=10)  # 2 are left
-    for new, cap, most in (([], 3, 2), ([50, 51, 52, EOS], 4, 2), ([50, 51], 1, 1)):
-        with pytest.raises(ValueError, match=f"returned {len(new)} tokens instead of at least 1 and at most {most}"):
-            pool.take(pool.unfinished(), [new], 0, cap)

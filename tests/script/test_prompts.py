@@ -1,11 +1,10 @@
 """Columns become prompts and answers."""
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.datasets import Data, format_data, format_prompts, prompt_lines
-from bapo_trl.script.prompts import check_chat_template, check_prompts
+from bapo_trl.script.datasets import Data, format_data, format_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import chat_tokenizer
 
@@ -27,13 +26,6 @@ def formatted(row, makes_chats=False, **flags):
 def test_the_first_column_that_is_there_is_taken_all_stay_and_the_answer_is_a_solution_too():
     row = formatted(AIME, prompt_column=["problem", "question", "answer"], answer_column=["answer"])
     assert row == {**AIME, "prompt": AIME["question"], "solution": "073"}
-
-
-def test_columns_that_rewards_could_not_be_given_go_if_they_are_read_here():
-    row = {"prompts": "1+1?", "completions": "2", "level": 1}
-    both = formatted(row, prompt_column=["prompts"], answer_column=["completions"])
-    assert both == {"prompt": "1+1?", "solution": "2", "level": 1}
-    assert formatted(row, prompt_column=["prompts"])["completions"] == "2"
 
 
 def test_a_solution_that_is_there_stays():
@@ -82,14 +74,6 @@ def test_text_becomes_a_chat_only_where_prompts_are_formed_for_a_chat_model(flag
     assert format_data(Data("sums", rows, None), BAPOScriptArguments(**flags), tokenizer).train[0]["prompt"] == prompt
 
 
-@pytest.mark.parametrize("prompt", [[{"from": "human", "value": "1+1?"}], ["1+1?"], []])
-@pytest.mark.parametrize("flags", [{"prompt_template": "{prompt} In {unit}."}, {"system_prompt": "Add."}])
-def test_formatting_keeps_invalid_prompts_for_the_later_check(prompt, flags):
-    rows = Dataset.from_list([{"prompt": prompt, "unit": "cm"}])
-    with pytest.raises(ValueError, match="the prompt of row 0 is "):
-        check_prompts(format_prompts(rows, BAPOScriptArguments(**flags)), None)
-
-
 IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
 
 
@@ -109,57 +93,3 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
 def test_a_missing_column_raises_an_error_with_the_existing_ones(row, flags, message):
     with pytest.raises(ValueError, match=message):
         formatted(row, **flags)
-
-
-def test_notes_report_unread_and_missing_answers():
-    both = {"prompt": "1+1?", "solution": "It is 2.", "answer": "2"}
-    unread = "Note: rewards read the dataset's column `solution`, not `answer`: rename it if that is wrong."
-    missing = "Note: 1 of 1 prompts have no `solution`, so rewards that read it give none."
-    for row, columns, notes in (
-        (both, ["answer"], [unread]), (both, ["solution"], []), (both, None, []),
-        ({**both, "solution": "2"}, ["answer"], []), ({"prompt": "1+1?", "answer": "2"}, ["answer"], []),
-        ({**both, "solution": ""}, None, [missing]), (AIME | {"prompt": "1+1?"}, None, []),
-    ):  # fmt: skip
-        flags = BAPOScriptArguments(answer_column=columns)
-        data = Data("sums", format_prompts(Dataset.from_list([row]), flags), None)
-        lines = prompt_lines(data, character_tokenizer(), "model", flags).splitlines()
-        assert lines == ["Prompts: plain text", *notes]
-
-
-def test_streams():
-    flags = BAPOScriptArguments(prompt_column=["question"], answer_column=["answer"])
-    (row,) = format_prompts(IterableDataset.from_generator(lambda: iter([AIME])), flags)
-    assert (row["prompt"], row["solution"]) == (AIME["question"], "073")
-    empty = IterableDataset.from_generator(lambda: iter(()))
-    assert format_prompts(empty, flags) is empty
-
-
-def test_a_line_reports_the_kind_of_prompts_and_a_chat_template():
-    def line(row):
-        data = Data("sums", Dataset.from_list([row]), None)
-        return prompt_lines(data, chat_tokenizer(), "model", BAPOScriptArguments())
-
-    assert line(SKYWORK) == "Prompts: chat messages"
-    assert "plain text, though the model has a chat template: `--prompt_column prompt` makes" in line({"prompt": "1"})
-
-
-def test_chats_need_a_chat_template_that_takes_them():
-    chats = Dataset.from_list([SKYWORK])
-    check_chat_template(Dataset.from_list([{"prompt": "1+1?"}]), character_tokenizer())
-    check_chat_template(None, character_tokenizer())
-    check_chat_template(chats, chat_tokenizer())
-    no_system = chat_tokenizer("{{ raise_exception('System role not supported') }}")
-    for tokenizer, reason in ((no_system, "System role not supported"), (character_tokenizer(), ".*is not set")):
-        message = (
-            rf"prompts are chat messages, but the chat template .* does not accept them \({reason}.*`prompt_template`"
-        )
-        with pytest.raises(ValueError, match=message):
-            check_chat_template(chats, tokenizer)
-
-
-def test_a_later_row_that_the_chat_template_rejects_is_named():
-    user = {"role": "user", "content": "1+1?"}
-    rows = Dataset.from_dict({"prompt": [[user], [user], [{"role": "system", "content": "Add."}, user]]})
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    with pytest.raises(ValueError, match=r"\(System role not supported\), first in row 2"):
-        check_chat_template(rows, chat_tokenizer(template))

@@ -75,15 +75,6 @@ def test_a_saved_adapter_is_evaluated_on_its_base_in_4_bits(in_folder):
     assert len(completions("evaluated/eval_completions.jsonl")) == len(completions())
 
 
-def test_the_plan_has_the_memory_of_both(in_folder, monkeypatch, capsys):
-    monkeypatch.setattr("bapo_trl.script.preparation.check_packages", lambda *args: None)
-    settings = {**TRAINING, "output_dir": "planned", "dry_run": "true", "use_vllm": "true", "vllm_mode": "colocate"}
-    run(**settings)
-    assert "vLLM holds the model unquantized: 0.00 GiB of weights in bfloat16." in capsys.readouterr().out
-    run(**{**settings, "load_in_4bit": "false"})
-    assert "unquantized" not in capsys.readouterr().out
-
-
 def test_a_base_that_is_stored_in_4_bits_trains_and_cannot_be_merged(in_folder):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     AutoModelForCausalLM.from_pretrained("model", quantization_config=quantization).save_pretrained("stored")

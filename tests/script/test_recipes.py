@@ -68,11 +68,3 @@ def test_gsm8k(tmp_path):
     run_recipe("gsm8k", dataset_name="gsm8k", merge_adapter="true", **TRAINING)
     assert {"before_avg@4", "eval_avg@4", "eval_pass@4"} < set(results())
     assert (tmp_path / "out" / "merged" / "model.safetensors").exists()
-
-
-def test_the_papers_own_data():
-    DatasetDict(math=Dataset.from_list(SKYWORK), code=Dataset.from_list(SKYWORK[:1])).save_to_disk("skywork")
-    run_recipe("math_7b", dataset_name="skywork", eval_fraction=0.5, num_generations_eval=2, **TRAINING)
-    found = results()
-    assert {"eval_avg@2/train-math-deepscaler", "eval_avg@2/train-math-numinamath_olympiads"} < set(found)
-    assert "eval_prompts_without_reward" not in found

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.rewards import accuracy_reward
 
-from bapo_trl.errors import InputError
 from bapo_trl.script.rewards import resolve_reward_funcs
 from tests.evaluation.golds import ALIKE, DIFFERENT, GOLDS
 
@@ -108,22 +107,6 @@ def test_the_right_answer_in_a_column(solution, right, wrong):
     assert rewards(ACCURACY, [{"role": "assistant", "content": boxed(right)}], solution) == 1
 
 
-def test_rewards_by_import_path(tmp_path, monkeypatch):
-    (tmp_path / "own_rewards.py").write_text("def one(completions, **kwargs):\n    return [1.0]\n")
-    monkeypatch.chdir(tmp_path)
-    think, own = resolve_reward_funcs(["think_format_reward", "own_rewards.one"])
-    assert think is FORMAT
-    assert own(["text"]) == [1.0]
-    for name in ("no_such_module.reward", "own_rewards.two"):
-        with pytest.raises(ValueError, match=f"`reward_funcs` has '{name}', which cannot be imported"):
-            resolve_reward_funcs([name])
-
-
-def test_the_punishment_for_length_begins_in_the_last_fifth():
-    (overlong,) = resolve_reward_funcs(["get_soft_overlong_punishment"], 100)
-    assert overlong(completion_ids=[[7] * length for length in (3, 80, 90, 100)]) == [0, 0, -0.5, -1]
-
-
 @pytest.mark.parametrize("solution", [None, math.nan, "", [], [None], {"a": 5}])
 @pytest.mark.parametrize("answer", ["5", "None", "nan", ""])
 def test_without_an_answer_to_compare_with_there_is_no_reward(solution, answer):
@@ -155,21 +138,3 @@ def test_no_text_and_no_column_makes_a_reward_fail(text, solution):
     for reward in (ACCURACY, REASONING):
         assert rewards(reward, text, solution) in (None, 0, 1)
     assert FORMAT([text]) in ([0.0], [1.0])
-
-
-@pytest.mark.parametrize("message", [{"role": "assistant"}, {"role": "assistant", "content": None}])
-def test_a_call_of_a_tool_without_text_is_not_right(message):
-    assert (
-        ACCURACY([[message]], solution=["5"]) == REASONING([[message]], solution=["5"]) == FORMAT([[message]]) == [0]
-    )
-
-
-def test_the_table_of_completions_shows_the_compared_answers():
-    columns = {}
-    ACCURACY([boxed("5"), "?", boxed("x")], solution=["5", ["x^2+1", "1"], None], log_extra=columns.__setitem__)
-    assert columns == {"solution": ["5", "x^2+1 or 1", None], "answer": ["5", None, "x"]}
-
-
-def test_a_name_that_is_no_function_is_rejected():
-    with pytest.raises(InputError, match=r"`reward_funcs` has 'math\.pi', which is no function but float"):
-        resolve_reward_funcs(["math.pi"])

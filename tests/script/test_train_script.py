@@ -3,23 +3,17 @@
 import json
 import re
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from bapo_trl import BAPOTrainer
-from bapo_trl.report.command import report_line
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import EVALUATE, TRAIN
 from bapo_trl.script.recipes import RECIPES
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
-from tests.helpers.script_runs import run, train_bapo
+from tests.helpers.script_runs import run
 
 
 SHORT = {
@@ -109,45 +103,6 @@ def test_recipes_by_name_and_by_path_of_which_a_file_of_the_users_comes_first(tm
     assert parse_arguments(["--config", "quickstart"])[1].learning_rate == 5e-4
 
 
-def run_main(**settings):
-    settings = {**SHORT, "save_strategy": "no", **settings}
-    train_bapo.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
-
-
-@pytest.mark.trainings
-def test_the_evaluation_that_the_best_model_is_chosen_by_is_made_at_the_last_update_too(tmp_path):
-    settings = {"do_eval": "true", "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 256}
-    chosen = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": "true", "max_completion_length": 2}
-    run_main(output_dir=tmp_path, **settings, **chosen)
-    assert [log["step"] for log in logs(tmp_path) if "eval_reward" in log] == [1, 2, 2]
-
-
-@pytest.mark.trainings
-def test_a_report_that_fails_stands_in_the_way_of_no_push(tmp_path, capsys, monkeypatch):
-    pushes = []
-
-    def push_to_hub(trainer, **kwargs):
-        trainer.create_model_card()
-        card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
-        assert "datasets" not in card.data.to_dict()  # a file of the user's is none of the Hub
-        pushes.append(kwargs)
-
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self, *args: setattr(self, "hub_model_id", "me/x"))
-    monkeypatch.setattr(BAPOTrainer, "push_to_hub", push_to_hub)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # installed, but broken
-    run_main(output_dir=tmp_path, push_to_hub="true", do_eval="true", per_device_eval_batch_size=64)
-    assert {"model.safetensors", "eval_results.json"} <= {path.name for path in tmp_path.iterdir()}
-    assert len(pushes) == 2
-    assert re.search(r"\nReport: not drawn, ModuleNotFoundError: .*matplotlib\.figure", capsys.readouterr().out)
-
-
-def test_a_run_that_logs_no_update_has_no_report(tmp_path):
-    line = report_line([{"step": 2, "eval_reward": 0.5}], tmp_path / "report.png")
-    assert line.startswith("Report: not drawn, no update was logged")
-    assert not (tmp_path / "report.png").exists()
-
-
 @pytest.mark.processes
 def test_two_processes_share_the_work(tmp_path):
     program = ["-m", "bapo_trl", "train"]  # as users of an installed package launch it
@@ -165,27 +120,3 @@ def test_a_dataset_mixture_from_a_recipe(folder, capsys):
     run(config="recipe.yaml", logging_steps=1)
     assert "BAPO on a dataset mixture" in capsys.readouterr().out
     assert [log["step"] for log in logs(folder / "out") if "bapo/clip_low" in log] == [1, 2]
-
-
-@pytest.mark.trainings
-def test_a_run_has_one_name_in_trackio_that_of_its_training_its_evaluation_and_its_resumption(folder, monkeypatch):
-    names, nothing = [], SimpleNamespace(get=lambda: None)
-    module: Any = ModuleType("trackio")
-    module.__spec__, module.config = ModuleSpec("trackio", None), {}
-    module.init = lambda *, name, **kwargs: names.append(name)
-    module.log = module.finish = lambda *args: None
-    module.context_vars = SimpleNamespace(current_space_id=nothing, current_project=nothing, current_run=nothing)
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    monkeypatch.setattr("trl.extras.profiling.is_trackio_available", lambda: False)  # read when it was imported
-    times = iter(("20260101-120000", "20260101-130000"))
-    monkeypatch.setattr("bapo_trl.script.preparation.strftime", lambda form: next(times))
-    settings = {"dataset_name": "train.jsonl", "eval_dataset": "test.jsonl", "report_to": "trackio"}
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    run(**settings, **saving)
-    run(**settings, **saving, max_steps=4, resume_from_checkpoint="true")
-    assert len(names) > 2  # what is logged after a training opens its run anew
-    assert set(names) == {"out-20260101-120000"}
-    names.clear()
-    run(**settings, overwrite_output_dir="true")
-    run(**settings, output_dir="other", run_name="mine")
-    assert set(names) == {"out-20260101-130000", "mine"}

@@ -1,11 +1,9 @@
 """Tasks for chat models: their problems, how answers are extracted, and errors."""
 
-import math
 import sys
 
 import pytest
 
-from bapo_trl import tasks
 from bapo_trl.script.datasets import make_task
 from bapo_trl.tasks import gym
 from bapo_trl.tasks.gym import read_answer
@@ -14,19 +12,6 @@ from bapo_trl.tasks.sums import last_number_reward
 
 def message(text):
     return [{"role": "assistant", "content": text}]
-
-
-def test_the_sums_of_the_embedded_task_are_asked_in_words():
-    asked, sums = tasks.load_chat_sums(), tasks.load_task()
-    assert asked.reward_func is last_number_reward
-    for rows, plain in ((asked.train_dataset, sums.train_dataset), (asked.test_dataset, sums.test_dataset)):
-        a, b = plain[3]["prompt"].rstrip("=").split("+")
-        assert rows[3]["prompt"] == [
-            {"role": "system", "content": "Answer in one short sentence."},
-            {"role": "user", "content": f"What is {a} + {b}?"},
-        ]
-        assert rows["answer"] == plain["answer"]
-        assert rows[3]["answer"] == str(int(a) + int(b))
 
 
 @pytest.mark.parametrize(
@@ -39,11 +24,6 @@ def test_the_sums_of_the_embedded_task_are_asked_in_words():
 def test_the_last_number_counts(text, reward):
     after_a_tool = [*message("I shall ask: 78"), {"role": "tool", "content": "78"}, *message(text)]
     assert last_number_reward([text, message(text), after_a_tool], answer=["78"] * 3) == [reward] * 3
-
-
-def test_the_right_number_may_be_a_number_and_is_none_if_missing():
-    texts = ["78", message("-78"), [{"role": "assistant", "tool_calls": []}], "None", "nan"]
-    assert last_number_reward(texts, answer=[78, "\u221278", "78", None, math.nan]) == [1, 1, 0, None, None]
 
 
 @pytest.mark.parametrize(
@@ -128,24 +108,3 @@ def test_the_reward_is_the_score_of_the_task(made):
     completions = [message("Half of 0 is 0."), "<answer>1</answer>, not 2", "9"]
     assert gym.gym_reward(completions, entry=entries, trainer_state=None) == [1.0, 1.0, 0.25]
     assert calls == [{"size": 3, "seed": 0}]  # once for all rows
-
-
-def test_an_answer_that_a_task_cannot_read_counts_nothing(made):
-    class ReadsNumbers(Halving):
-        def score_answer(self, answer, entry):
-            return float(int(answer) == int(entry["answer"]))
-
-    made(ReadsNumbers)
-    entries = gym.load_gym_task("numbers", {"size": 3}).train_dataset["entry"][:]
-    with pytest.warns(UserWarning, match="'numbers' could not read an answer, so its reward is 0: ValueError"):
-        assert gym.gym_reward(["0", "<answer>one</answer>", message("2")], entry=entries) == [1.0, 0.0, 1.0]
-
-
-def test_a_task_that_cannot_be_stored_as_json_raises_an_error(made):
-    class NeedsTuples(Halving):
-        def score_answer(self, answer, entry):
-            return float(isinstance(entry["metadata"]["tuple"], tuple))
-
-    made(NeedsTuples)
-    with pytest.raises(ValueError, match="'reasoning_gym:tuples', whose entries cannot be stored as JSON"):
-        gym.load_gym_task("tuples")

@@ -43,14 +43,6 @@ def test_tokenizers_of_bytes_and_of_an_alphabet(tokenizer):
     assert digits.decode(digits("120=0")["input_ids"]) == "10=0"
 
 
-def test_batch_decode_skips_special_tokens_and_inserts_no_spaces(tokenizer):
-    batch = tokenizer(["37+58=", "1+2=", ""], padding=True, return_tensors="pt")
-    assert batch["attention_mask"].tolist() == [[1] * 6, [0, 0, 1, 1, 1, 1], [0] * 6]
-    ends = torch.full((3, 1), tokenizer.eos_token_id)
-    ids = torch.cat([batch["input_ids"], ends], dim=1)
-    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == ["37+58=", "1+2=", ""]
-
-
 def test_every_sum_is_there_once_and_its_answer_is_right(task):
     rows = [*task.train_dataset, *task.test_dataset]
     assert task.train_dataset.column_names == task.test_dataset.column_names == ["prompt", "answer"]

@@ -114,17 +114,6 @@ def test_rounded_weights_are_right_on_average(monkeypatch, tmp_path, kind, dtype
         assert ((draws.mean(0) - exact).abs() / step).mean() < 0.1, name
 
 
-def test_the_nearest_is_sent_where_the_forward_pass_rounds_merged_weights(monkeypatch, tmp_path):
-    """As it does with `target_parameters`: peft adds the adapter to the weight there, in the weight's type."""
-    trainer, llm = trainer_with(monkeypatch, tmp_path, experts().bfloat16(), KINDS["experts"][1])
-    send(trainer)
-    merged = copy.deepcopy(trainer.model).cpu().float().merge_and_unload()
-    sent = {name: weight.cpu() for name, weight in llm.model.named_parameters()}
-    for name, exact in merged.named_parameters():
-        if "experts" in name:
-            assert torch.equal(sent[name], exact.bfloat16()), name
-
-
 @pytest.mark.trainings
 def test_the_engine_gets_adapters_that_rounding_to_the_nearest_loses(monkeypatch, tmp_path):
     """An adapter after 12 updates, in shares: its products are small beside weights in bfloat16."""
@@ -183,19 +172,6 @@ def test_weights_are_rounded_for_the_engine(monkeypatch, tmp_path, autocast):
         draws.append(llm.model.get_parameter(down).float().cpu())
     off = (torch.stack(draws).mean(0) - exact) / (2.0**-7 * 2.0 ** exact.abs().log2().floor())
     assert off.abs().mean() < 0.1
-
-
-def test_an_engine_in_float32_gets_the_exact_sum(monkeypatch, tmp_path):
-    config, engine = {"peft_config": lora()}, engine_in(torch.float32)
-    trainer, llm = colocate_trainer(
-        monkeypatch, tmp_path / "run", engine, model=toy_model().bfloat16(), trainer_args=config
-    )
-    down = trainer.model.base_model.model.model.layers[0].mlp.down_proj
-    down.lora_B.default.weight.data.fill_(5e-4)
-    send(trainer)
-    exact = down.base_layer.weight.float() + 6 / 4 * down.lora_B.default.weight @ down.lora_A.default.weight
-    sent = llm.model.model.layers[0].mlp.down_proj.weight
-    torch.testing.assert_close(sent.cpu(), exact.cpu(), rtol=1e-6, atol=1e-8)
 
 
 # Trainings
@@ -263,10 +239,3 @@ def test_ranks_send_the_same_and_keep_their_base_weights(tmp_path, how, bits):
 
 
 # What is not sent this way
-
-
-@pytest.mark.parametrize("config", [lora("embed_tokens"), lora("q_proj", modules_to_save=["lm_head"])])
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_an_adapter_on_one_of_two_tied_modules_is_rejected(monkeypatch, tmp_path, config):
-    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight, lm_head\.weight, .* one weight in vLLM"):
-        trainer_with(monkeypatch, tmp_path, toy_model(tie_word_embeddings=True), config)

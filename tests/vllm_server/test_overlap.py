@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +15,12 @@ from bapo_trl import BAPOTrainer
 from bapo_trl.batch.injected import InjectedRollouts
 from bapo_trl.batch.staleness import mean_staleness
 from bapo_trl.checkpoints.stop_signals import StopSignals
-from bapo_trl.vllm_server import client
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.commands import succeeded
 from tests.helpers.failing_server import RUN, ModelServer, client_of
-from tests.helpers.forked import run_python
-from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_dataset, toy_trainer, training_logs
-from tests.test_bapo_config import config
+from tests.helpers.forked import run_function
+from tests.helpers.toy import InUpdate, digits_reward, ending_model, terminate, toy_dataset, toy_trainer, training_logs
 
 
 pytestmark = pytest.mark.trainings
@@ -161,17 +161,6 @@ def test_a_token_whose_log_probability_the_server_lacks_takes_the_current_one(tm
     assert max(log["ratio/max"] for log in log_of(trainer)) > 1.01
 
 
-def test_a_policy_that_is_not_finite_is_found_beside_such_tokens(tmp_path):
-    class Broken(BAPOTrainer):
-        def _compute_loss(self, model, inputs):
-            if self.state.global_step == 2:
-                self.model.model.norm.weight.data[0] = math.nan
-            return super()._compute_loss(model, inputs)
-
-    with pytest.raises(RuntimeError, match=r"NaN or infinity in `per_token_logps` .* at update 3"):
-        run(tmp_path, Broken, ServerWithGaps())
-
-
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "replay_fraction": 0.5}, {"max_steps": 14}], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, settings):
     """From the checkpoint before each generation step, over a restarted server."""
@@ -191,15 +180,6 @@ def test_a_resume_within_a_generation_step_keeps_what_was_requested_for_the_next
     resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-3"), **size)
     at_5 = next(log for log in resumed.state.log_history if log.get("step") == 5)
     assert at_5["staleness/max"] == 2 + 0  # requested at update 2, with the weights of that update
-
-
-def test_requested_completions_of_other_prompts_are_generated_again(tmp_path):
-    size = {"save_strategy": "steps", "save_steps": 2}
-    run(tmp_path / "whole", **size)
-    prompts = Dataset.from_dict({"prompt": [f"{i}*{i}=" for i in range(40)]})
-    with pytest.warns(UserWarning, match="have other prompts than"):
-        resumed = run(tmp_path / "other", resume=str(tmp_path / "whole" / "checkpoint-4"), dataset=prompts, **size)
-    assert resumed.state.global_step == 8
 
 
 @pytest.mark.parametrize("settings", [{}, {"replay_fraction": 0.5}], ids=str)
@@ -243,31 +223,6 @@ def test_after_a_signal_a_save_waits_a_while_and_the_resumed_run_generates_again
     assert not list(checkpoint.glob("requested_completions*"))
     resumed = run(tmp_path / "resumed", resume=str(checkpoint), **size)
     assert [log["staleness/max"] for log in training_logs(resumed)][-4:] == [0, 1, 2, 3]
-
-
-def test_a_signal_ends_the_wait_of_a_save_that_has_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr("bapo_trl.rollouts.overlap.SIGNAL_WAIT_S", 0.05)
-    server = ModelServer({("/v1/completions", 3): "hang"})
-    signals = StopSignals()
-    wait, waited = client.wait, []
-
-    def wait_and_stop(requests, timeout):
-        waited.append(timeout)
-        if len(waited) == 2:  # the save of update 4 waits
-            terminate()
-        return wait(requests, 0 if len(waited) > 1 else timeout)
-
-    with client_of(server):
-        monkeypatch.setattr(client, "wait", wait_and_stop)
-        trainer = toy_trainer(
-            tmp_path, vllm_server_base_url=server.url,
-            trainer_args={"train_dataset": toy_dataset(), "callbacks": [signals]},
-            **{**OVERLAP, "save_strategy": "steps", "save_steps": 4},
-        )  # fmt: skip
-        with pytest.warns(UserWarning, match="has not answered"):
-            trainer.train()
-    server.stop()
-    assert trainer.state.global_step == 5  # transformers ends after the update that follows the save
 
 
 @pytest.mark.parametrize(
@@ -355,49 +310,24 @@ def test_an_epoch_that_is_ended_early_keeps_completions_with_their_rows(tmp_path
     assert ids[:: trainer.num_generations] in asked[: len(asked) // 2 + 1]
 
 
-def test_requested_completions_that_were_removed_are_generated_again(tmp_path):
-    size = {"save_strategy": "steps", "save_steps": 2}
-    run(tmp_path / "whole", **size)
-    checkpoint = tmp_path / "whole" / "checkpoint-4"
-    for file in checkpoint.glob("requested_completions*"):
-        file.unlink()
-    resumed = run(tmp_path / "resumed", resume=str(checkpoint), **size)
-    assert [log["staleness/max"] for log in log_of(resumed)][-4:] == [0, 1, 2, 3]
-
-
-def test_all_ranks_do_without_what_one_of_them_has_lost(tmp_path, monkeypatch):
-    size = {"save_strategy": "steps", "save_steps": 2}
-    run(tmp_path / "first", **size)
-    gathered = []
-
-    def gather(found):
-        gathered.append(found)
-        return [*found, False] if len(gathered) == 1 else found  # another rank has none
-
-    monkeypatch.setattr("bapo_trl.rollouts.overlap.gather_object", gather)
-    resumed = run(tmp_path / "resumed", resume=str(tmp_path / "first" / "checkpoint-4"), **size)
-    assert gathered == [[True]]  # the other rank makes no call after it
-    assert [log["staleness/max"] for log in log_of(resumed)][-4:] == [0, 1, 2, 3]
-
-
-def test_an_evaluation_waits_for_the_request(tmp_path):
-    """It sends weights: the request under way keeps those that it was made with."""
-    evaluating = {
-        "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "num_generations_eval": 3
-    }  # fmt: skip
-    trainer = run(tmp_path / "overlap", eval_dataset=toy_dataset(1), **evaluating)
-    oracle = run(
-        tmp_path / "oracle", OneGenerationLate, eval_dataset=toy_dataset(1), overlap_generation=False, **evaluating
-    )
+def train_on_a_rank(out: str) -> None:
+    folder = Path(out)
+    size = {"save_strategy": "steps", "save_steps": 2, "max_completion_length": 30}
+    trainer = run(folder / "overlap", model=ending_model(), **size)
+    assert trainer.accelerator.num_processes == 2
+    oracle = run(folder / "oracle", OneGenerationLate, model=ending_model(), overlap_generation=False, **size)
     assert_same_weights(trainer, oracle)
-    assert [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log] == [
-        log["eval_reward"] for log in oracle.state.log_history if "eval_reward" in log
-    ]
+    assert log_of(trainer) == log_of(oracle)
+    assert log_of(trainer)[0]["completions/min_length"] < 10 < log_of(trainer)[0]["completions/max_length"]
+    checkpoint = str(folder / "overlap" / "checkpoint-4")
+    resumed = run(folder / "resumed", model=ending_model(), resume=checkpoint, **size)
+    assert_same_weights(resumed, trainer)
+    end_training(trainer)
 
 
 @pytest.mark.processes
 def test_two_ranks_with_completions_of_unequal_lengths(tmp_path):
-    succeeded(run_python(["-m", "tests.helpers.overlap_worker", tmp_path], ranks=2))
+    succeeded(run_function(train_on_a_rank, tmp_path, ranks=2))
 
 
 def test_twenty_deaths_of_the_server_lose_no_sample(tmp_path):
@@ -425,57 +355,3 @@ def test_twenty_deaths_of_the_server_lose_no_sample(tmp_path):
     assert server.num_starts == 21
     assert trained == (list(toy_dataset()["prompt"]) * 5)[: len(trained)]
     assert len(trained) == 21 * 8
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"use_vllm": False}, "`use_vllm` is False"),
-        ({"vllm_mode": "colocate"}, "`vllm_mode` is 'colocate'"),
-        ({"partial_rollout_oversampling": 1.5}, "`partial_rollout_oversampling` is 1.5"),
-        ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold` is 0.5"),
-        ({"top_p": 0.9}, "`top_p` 0.9"),
-        ({"generation_kwargs": {"temperature": 0.7}}, "`temperature` 0.7"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it_is_rejected(settings, message):
-    with pytest.raises(ValueError, match=message):
-        config(**{**OVERLAP, "overlap_generation": True, **settings})
-
-
-# The check of the weights, for which the next request waits
-
-
-class Deaf(ModelServer):
-    """Takes no weights after some transfers."""
-
-    def __init__(self, num_heard):
-        super().__init__()
-        self.num_heard = num_heard
-
-    def answer(self, path, body):
-        if path == "/finish_weight_update" and self.counts[path] >= self.num_heard:
-            self.received = {}
-        return super().answer(path, body)
-
-
-CHECKED = {"vllm_logp_tolerance": 0.5, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
-
-
-def test_each_tenth_transfer_is_checked_once_ten_checks_held(tmp_path):
-    trainer = run(tmp_path, max_steps=64, **CHECKED)
-    logs = [log for log in training_logs(trainer) if "reward" in log]  # of 32 generation steps
-    checked = [step for step, log in enumerate(logs) if "sampling/server_followed" in log]
-    assert checked == [*range(1, 11), 20, 30]  # with step 0, of which the changes are those since then
-    assert trainer.server.counts["/finish_weight_update"] == 32
-    assert trainer.server.counts["/v1/completions"] == 32 + 13
-
-
-@pytest.mark.parametrize("num_heard", [3, 15])
-def test_a_server_that_takes_no_more_weights_is_found_within_ten_transfers(tmp_path, num_heard):
-    server = Deaf(num_heard)
-    with pytest.raises(RuntimeError, match="does not load the trainer's weights"):
-        run(tmp_path, server=server, max_steps=80, **CHECKED)
-    num_late = server.counts["/finish_weight_update"] - num_heard
-    assert num_late == 1 if num_heard < 10 else 1 < num_late <= 10

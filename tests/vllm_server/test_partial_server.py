@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from bapo_trl import BAPOTrainer
 from bapo_trl.rollouts.pool import RolloutPool
 from bapo_trl.rollouts.rounds import RolloutRounds
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
@@ -79,31 +78,6 @@ def test_what_a_server_sampled_before_it_got_the_weights_is_sampled_again(monkey
     for log in training_logs(trainer):
         if "reward" in log:
             assert log["sampling/sampling_logp_difference/max"] < 1e-5
-
-
-def test_a_restart_while_rewards_are_computed_is_no_stale_server(monkeypatch, tmp_path):
-    class Restarted(BAPOTrainer):
-        def _calculate_rewards(self, *args, **kwargs):
-            if self.state.global_step >= 2:
-                self.vllm_generation.restart()
-            return super()._calculate_rewards(*args, **kwargs)
-
-    trainer = vllm_trainer(monkeypatch, tmp_path, trainer_class=Restarted, num_iterations=1, max_steps=8)
-    with pytest.warns(UserWarning, match="server was restarted"):
-        trainer.train()
-    assert trainer.vllm_generation.num_starts == 4
-
-
-def test_several_api_processes_are_one_server(monkeypatch, tmp_path):
-    class Several(FakeVLLM):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.num_api_processes = 2
-
-    with pytest.warns(UserWarning, match="--api-server-count 1"):
-        trainer = vllm_trainer(monkeypatch, tmp_path, server=Several, num_iterations=1, max_steps=8)
-    trainer.train()
-    assert trainer.vllm_generation.num_syncs == 4  # one a generation
 
 
 def test_another_sampler_than_that_of_the_checkpoint_is_rejected(monkeypatch, tmp_path):

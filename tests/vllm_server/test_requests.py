@@ -1,13 +1,11 @@
 """Requests to a vLLM server: limits, repetitions and failures that are held, over HTTP, and the settings for them."""
 
-import threading
-
 import pytest
 import requests
 import torch
 
 from bapo_trl.vllm_server import client as server_client
-from bapo_trl.vllm_server.client import LimitedAdapter, retry_until
+from bapo_trl.vllm_server.client import LimitedAdapter
 from tests.helpers.failing_server import ModelServer, client_of
 from tests.test_bapo_config import config
 
@@ -50,51 +48,6 @@ def test_a_request_ends_when_nobody_is_there_any_more(deaf, monkeypatch):
     assert not client._is_up()
 
 
-def test_a_late_answer_is_taken_within_the_limit(deaf, monkeypatch):
-    monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
-    deaf.faults = {}
-    third_look, answer, looks = threading.Event(), deaf.answer, []
-    deaf.answer = lambda *args: third_look.wait() and answer(*args)
-
-    def is_up():
-        looks.append(1)
-        if len(looks) == 3:
-            third_look.set()
-        return True
-
-    assert session(deaf, 60, is_up).get(f"{deaf.url}/v1/models").json() == {"data": [{"id": "toy"}]}
-    assert len(looks) >= 3  # and more until the answer is here
-
-
-def test_what_did_not_reach_the_server_is_sent_again(monkeypatch):
-    server, pauses = ModelServer({("/v1/models", number): 503 for number in (1, 2)}), []
-    monkeypatch.setattr("time.sleep", pauses.append)
-    assert session(server, 60).get(f"{server.url}/v1/models").status_code == 200
-    assert server.counts["/v1/models"] == 3
-    assert 0 < sum(pauses) < 30  # they are its own: the server asks for 60 s
-    server.stop()
-
-
-def test_pauses_grow_and_end(monkeypatch):
-    now, pauses = [0.0], []
-
-    def sleep(seconds):
-        pauses.append(round(seconds, 3))
-        now[0] += seconds
-
-    def call():
-        now[0] += 0.1
-        raise ConnectionError("gone")
-
-    monkeypatch.setattr(server_client.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(server_client.time, "sleep", sleep)
-    with pytest.raises(ConnectionError, match="gone"):
-        retry_until(60, call)
-    assert pauses[:9] == [0, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 15]
-    assert pauses[-1] < 15  # as long as there is time
-    assert now[0] == pytest.approx(60, abs=0.2)
-
-
 def test_after_a_failure_the_rest_of_the_weights_is_still_gathered():
     server, gathered = ModelServer({("tensor", 3): "break"}), []
 
@@ -116,39 +69,6 @@ def test_after_a_failure_the_rest_of_the_weights_is_still_gathered():
     assert (failure.during, failure.is_passing) == ("a weight transfer", True)
     assert "weight tensor was not transferred" in failure.error
     assert server.counts["/v1/completions"] == 0
-    server.stop()
-
-
-def test_the_first_failure_is_kept_when_it_makes_the_call_around_it_fail():
-    server = ModelServer({("/server_info", 1): 404})
-
-    with client_of(server) as client_class:
-
-        class Client(client_class):
-            def _join_group(self, device):
-                return self.get_server_info()["weight_transfer_config"]
-
-        client = Client(base_url=server.url)
-        client.init_communicator("cpu")
-        assert "VLLM_SERVER_DEV_MODE=1" in client.take_failure().error
-    server.stop()
-
-
-def test_over_nccl_a_failed_transfer_ends_the_trainers_part():
-    """NCCL itself is not run: its communicator is told to abort, once the server's answer is an error."""
-    server, aborted = ModelServer({("/update_weights", 1): 500}), []
-
-    class Communicator:
-        def destroy(self):
-            aborted.append(True)
-
-    with client_of(server) as client_class:
-        client = client_class(base_url=server.url)
-        client.take_failure()
-        client.communicator = Communicator()
-        with pytest.raises(requests.HTTPError, match="status 500"):
-            client._post(f"{server.url}/update_weights", json={})
-    assert aborted == [True]
     server.stop()
 
 

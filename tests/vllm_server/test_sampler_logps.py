@@ -5,11 +5,9 @@ import math
 import pytest
 import torch
 
-from bapo_trl import BAPOConfig
-from bapo_trl.errors import InputError
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
-from tests.helpers.toy import CPU, training_logs
+from tests.helpers.toy import training_logs
 
 
 SGD = {"optim": "sgd", "learning_rate": 0.05, "vllm_importance_sampling_mode": "token_truncate"}
@@ -62,17 +60,3 @@ def test_a_token_without_a_log_probability_takes_the_current_one(monkeypatch, tm
     logs = training_logs(run(monkeypatch, tmp_path, Lacking, use_sampler_logps=True, vllm_logp_tolerance=None))
     assert len(logs) == 4
     assert all(math.isfinite(log["ratio/max"]) for log in logs if "ratio/max" in log)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({}, "`use_vllm`"),
-        ({"use_vllm": True, "top_p": 0.9}, "`top_p` 0.9"),
-        ({"use_vllm": True, "off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold`"),
-    ],
-)
-def test_what_it_needs(settings, named):
-    with pytest.raises(InputError, match=named) as raised:
-        BAPOConfig(**CPU, use_sampler_logps=True, **settings)
-    assert "use_sampler_logps" in str(raised.value)

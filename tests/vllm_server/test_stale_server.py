@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bapo_trl.vllm_server.stale_server import Reading, StaleServerCheck, choose_sequence, share_followed, stands_still
+from bapo_trl.vllm_server.stale_server import Reading, share_followed, stands_still
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import toy_model, training_logs
@@ -123,23 +123,6 @@ def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path):
     assert_same_weights(checked, unchecked)
 
 
-@pytest.mark.trainings
-def test_the_server_is_asked_one_short_question(monkeypatch, tmp_path):
-    trainer = train(monkeypatch, tmp_path, FakeVLLM, max_steps=3)
-    first, *others = trainer.vllm_generation.requests
-    assert others == [first, first]
-    assert first["max_tokens"] == 1
-    assert first["temperature"] == 0  # takes nothing from the server's random state
-    assert len(first["prompt"]) + 1 == 40  # its `max_model_len`
-
-
-@pytest.mark.trainings
-def test_a_second_train_sends_the_weights_again(monkeypatch, tmp_path):
-    trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=1e-3, max_steps=2)
-    trainer.train()
-    assert trainer.vllm_generation.num_syncs == 4
-
-
 # By hand
 
 
@@ -177,28 +160,3 @@ def test_a_server_that_repeats_itself_stands_still():
     assert not stands_still(before, reading(moved, [-1.1, -2.1, -3.1001]))
     assert not stands_still(before, reading([-1.0005, -2.0005, -9.0], [-1.1, -2.1, -3.1]))  # the median has not moved
     assert not stands_still(before, before)
-
-
-def test_repeating_counts_in_a_row_only():
-    def shares(*servers):
-        check = StaleServerCheck(None, None, None)
-        readings = [reading([-1 - i / 500, -2 - i / 500], [-1.1, server]) for i, server in enumerate(servers)]
-        return [check.compare(now) for now in readings]
-
-    assert shares(-2.1, -2.1, -2.1, -2.1) == pytest.approx([math.nan] * 3 + [0.0], nan_ok=True)
-    assert all(map(math.isnan, shares(-2.1, -2.1, -2.1, -2.2, -2.2, -2.2, -2.1, -2.1)))
-
-
-def test_the_sequence_is_made_of_the_ends_of_samples():
-    batch = {
-        "prompt_ids": torch.tensor([[0, 1], [2, 3], [4, 5]]),
-        "prompt_mask": torch.tensor([[0, 1], [1, 1], [1, 1]]),
-        "completion_ids": torch.tensor([[6, 7, 0], [8, 0, 0], [9, 9, 9]]),
-        "completion_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]]),
-    }
-    assert choose_sequence(batch, 100) == [1, 6, 7, 2, 3, 8, 4, 5, 9, 9, 9]
-    assert choose_sequence(batch, 4) == [1, 6, 7, 2]
-    many = {name: rows.repeat(7, 40) for name, rows in batch.items()}  # 21 rows of 80 and 120 tokens
-    sequence = choose_sequence(many, 1000)
-    assert len(sequence) == 7 * 64  # rows 0, 3, .., 18
-    assert set(sequence) == {6, 7}
