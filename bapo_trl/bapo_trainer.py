@@ -48,7 +48,7 @@ from .upstream.model_card import PAPER, rewrite_card
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict, uses_vllm_server
 from .vllm_server.merged_adapters import send_merged_copies
 from .vllm_server.mismatch import DifferenceCheck, client_for, compare_with_sampler
-from .vllm_server.quantized import is_quantized, prepare_quantized, unquantized_engine
+from .vllm_server.quantized import has_quantized_layers, prepare_quantized, unquantized_engine
 from .vllm_server.stale_server import make_server_check
 
 
@@ -189,7 +189,7 @@ class BAPOTrainer(AtomicCheckpoints):
             self.args.vllm_logp_tolerance,
             self.args.biased_settings,
             warns=self.accelerator.is_main_process,
-            is_quantized=any(map(is_quantized, self.model.modules())),
+            is_quantized=has_quantized_layers(self.model),
         )
         self._server_check = make_server_check(self)
         self._replay = make_mixer(self) if self.args.uses_replay else None

@@ -9,38 +9,14 @@ import pytest
 from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl import BAPOConfig, BAPOTrainer, phase_clock
+from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.evaluation.sampling import EvaluatedGRPOTrainer
 from bapo_trl.phase_clock import PHASES, PhaseClock
 from bapo_trl.report.callback import ReportCallback, TrainingClock
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
+from tests.helpers.passing_time import Time
 from tests.helpers.script_runs import fill_folder, run
 from tests.helpers.toy import digits_reward, toy_dataset, toy_run, toy_trainer, training_logs
-
-
-class Time:
-    """A time that passes only where a test says so."""
-
-    def __init__(self, monkeypatch):
-        self.now = self.outside = 0.0  # in all, and in evaluations and saves
-        monkeypatch.setattr(phase_clock, "perf_counter", lambda: self.now)
-
-    def passing(self, function, seconds):
-        def passes(*args, **kwargs):
-            self.now += seconds
-            return function(*args, **kwargs)
-
-        return passes
-
-    def passing_outside(self, function):
-        def passes(*args, **kwargs):
-            start = self.now
-            self.now += 1000
-            result = function(*args, **kwargs)
-            self.outside += self.now - start
-            return result
-
-        return passes
 
 
 @pytest.fixture

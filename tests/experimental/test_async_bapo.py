@@ -34,6 +34,7 @@ from tests.helpers.asynchronous import (
 )
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_python
+from tests.helpers.passing_time import Time
 from tests.helpers.toy import toy_model, training_logs
 
 
@@ -129,22 +130,13 @@ def test_what_is_logged_of_ratios(tmp_path, samples):
 
 
 def test_a_log_says_where_the_time_went(tmp_path, samples, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(phase_clock, "perf_counter", lambda: now)
-
-    def passes(owner, name, seconds):
-        function = getattr(owner, name)
-
-        def takes_time(*args, **kwargs):
-            nonlocal now
-            now += seconds
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, takes_time)
-
-    passes(NoTransfer, "send_weights", 3)
-    passes(AsyncGRPOTrainer, "get_batch_samples", 5)
-    passes(AsyncGRPOTrainer, "compute_loss", 7)
+    time = Time(monkeypatch)
+    for owner, name, seconds in (
+        (NoTransfer, "send_weights", 3),
+        (AsyncGRPOTrainer, "get_batch_samples", 5),
+        (AsyncGRPOTrainer, "compute_loss", 7),
+    ):
+        monkeypatch.setattr(owner, name, time.passing(getattr(owner, name), seconds))
     logs = training_logs(trained(tmp_path, samples, max_steps=3, gradient_accumulation_steps=2))
     for log in logs:
         seconds = {name: log[f"time/{name}"] for name in phase_clock.PHASES if log[f"time/{name}"]}
