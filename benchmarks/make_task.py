@@ -24,12 +24,20 @@ def load_wide_sums() -> StudyTask:
     return replace(task, name="wide_sums", warm_start=replace(task.warm_start, model={"hidden_size": 128}))
 
 
+def load_wide_long_tailed_sums() -> StudyTask:
+    """Return the long-tailed sums with a model for vLLM's attention on CPUs, too."""
+    task = load_long_tailed_sums()
+    model = {**task.warm_start.model, "hidden_size": 128}
+    return replace(task, name="wide_long_tailed_sums", warm_start=replace(task.warm_start, model=model))
+
+
 TASKS: dict[str, Callable[[], StudyTask]] = {
     "sums": load_sums,
     "wide_sums": load_wide_sums,
     "running_totals": load_running_totals,
     "rambling_totals": load_rambling_totals,
     "long_tailed_sums": load_long_tailed_sums,
+    "wide_long_tailed_sums": load_wide_long_tailed_sums,
 }
 
 

@@ -6,35 +6,10 @@ import pytest
 from transformers import Trainer, TrainerCallback
 from trl import GRPOTrainer
 
-from bapo_trl import phase_clock
 from bapo_trl.phase_clock import PHASES, PhaseClock
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
+from tests.helpers.passing_time import Time
 from tests.helpers.toy import digits_reward, toy_dataset, toy_run, training_logs
-
-
-class Time:
-    """A time that passes only where a test says so."""
-
-    def __init__(self, monkeypatch):
-        self.now = self.outside = 0.0  # in all, and in evaluations and saves
-        monkeypatch.setattr(phase_clock, "perf_counter", lambda: self.now)
-
-    def passing(self, function, seconds):
-        def passes(*args, **kwargs):
-            self.now += seconds
-            return function(*args, **kwargs)
-
-        return passes
-
-    def passing_outside(self, function):
-        def passes(*args, **kwargs):
-            start = self.now
-            self.now += 1000
-            result = function(*args, **kwargs)
-            self.outside += self.now - start
-            return result
-
-        return passes
 
 
 @pytest.fixture

@@ -138,8 +138,8 @@ def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
     if training_args.do_train:
         adapter, revision = training_args.output_dir, None
     parts, code = parts_of(adapter, revision), training_args.trust_remote_code
-    check_can_merge(parts)
     processing_class = load_processing_class(parts, code)
+    check_can_merge(parts)
     dtype, reason = model_args.dtype, "set by `dtype`"
     if dtype in (None, "auto"):
         dtype, reason = read_settings(Path(adapter)).get("dtype"), "as it was trained"

@@ -5,7 +5,7 @@ from ..batch.scoring import score_generation
 from ..parts import Part
 from ..upstream.trl_compat import split_tensor_dict
 from .mismatch import DifferenceCheck, compare_with_sampler
-from .quantized import is_quantized
+from .quantized import has_quantized_layers
 
 
 class SamplerComparison(Part):
@@ -17,7 +17,7 @@ class SamplerComparison(Part):
             args.vllm_logp_tolerance,
             args.biased_settings,
             warns=run.accelerator.is_main_process,
-            is_quantized=any(map(is_quantized, run.model.modules())),
+            is_quantized=has_quantized_layers(run.model),
         )
 
     def check(self, batch, rollouts):

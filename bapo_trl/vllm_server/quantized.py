@@ -31,6 +31,11 @@ def is_quantized(layer: torch.nn.Module) -> bool:
     return type(weight).__name__ in _LAYERS.values()
 
 
+def has_quantized_layers(model: torch.nn.Module) -> bool:
+    """Return whether bitsandbytes quantized some of a model's layers."""
+    return any(map(is_quantized, model.modules()))
+
+
 def unsharded(tensor: Any) -> torch.Tensor:
     """Return a tensor that may be sharded over the ranks, as under FSDP2, as a whole."""
     if hasattr(tensor, "full_tensor"):
@@ -121,7 +126,7 @@ def unquantized_engine() -> Iterator[None]:
 
 def check_stored_model(model: Any) -> None:
     """Raise an `InputError` for a model that is stored quantized, as vLLM would load it."""
-    if any(map(is_quantized, model.modules())):
+    if has_quantized_layers(model):
         check_engine(model, {"quantization": stored_quantization(model.name_or_path)})
 
 
@@ -153,7 +158,7 @@ def engine_config(generation: Any) -> dict[str, Any]:
 
 def check_engine(model: torch.nn.Module, config: dict[str, Any]) -> None:
     """Raise an `InputError` for a quantized model whose weights vLLM holds quantized, too."""
-    if config.get("quantization") is not None and any(map(is_quantized, model.modules())):
+    if config.get("quantization") is not None and has_quantized_layers(model):
         raise InputError(
             f"vLLM holds the model quantized ('{config['quantization']}'), so that it cannot take merged weights: "
             "train the unquantized model with `load_in_4bit`, and serve the unquantized model."

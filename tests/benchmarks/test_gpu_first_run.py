@@ -20,7 +20,6 @@ import torch
 from torch.autograd import DeviceType
 from trl.generation import vllm_generation
 
-from bapo_trl.compare import execution
 from bapo_trl.compare.study import as_arguments
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import TRAIN
@@ -42,8 +41,7 @@ from benchmarks.gpu_first_run import (
 from benchmarks.gpu_first_run.table import passes, render
 from benchmarks.layout_cost import make
 from tests.helpers.commands import run_command
-from tests.helpers.forked import ForkedRun, run_python
-from tests.helpers.script_runs import chat_tokenizer
+from tests.helpers.forked import run_python
 from tests.helpers.scripted_llm import SamplingParams, ScriptedLLM
 from tests.helpers.toy import toy_model
 
@@ -477,27 +475,6 @@ def test_the_merge_is_trls_own_where_it_is_to_the_nearest(merge, is_trls, script
     assert (getattr(trainer.vllm_generation.sync_weights, "__func__", None) is own) == is_trls
 
 
-def test_time_trains_both_methods_and_tells_what_each_phase_took(tmp_path, monkeypatch):
-    monkeypatch.setattr(execution, "subprocess", SimpleNamespace(Popen=ForkedRun, DEVNULL=None))
-    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(ROOT)
-    toy_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
-    chat_tokenizer().save_pretrained(tmp_path / "model")
-    setup = dataclasses.replace(TINY, chat_model=tmp_path / "model")
-    cases = to_accuracy.time_to_accuracy(setup)
-    assert set(cases) == {f"{method}, seed {seed}" for method in to_accuracy.METHODS for seed in range(3)}
-    rows = {case: cases[case].measure() for case in ("TRL, seed 0", "recommendation, seed 0")}
-    for row in rows.values():
-        assert [step for step, _ in row["curve"]] == [0, 2, 4]
-        assert len(row["rewards"]) == 4  # one update per generation
-        assert all(row["seconds_of_phases"][name] > 0 for name in to_accuracy.PHASES)
-        total = sum(row["seconds_of_phases"].values())
-        assert row["to_target"]["seconds"] == pytest.approx(total, rel=0.05)  # not reached: those of the whole run
-        assert not row["to_target"]["reached"]
-        assert not to_accuracy.learned_in_time(row)  # a toy solves nothing
-    assert "No seed reached it with both." in shown_alone("time", rows)
-
-
 def test_the_time_to_an_accuracy_is_that_of_seeds_that_both_reached():
     def row(seconds, reached=True, rewards=(0.1, 0.2, 0.3, 0.4), **phases):
         found = {"reached": reached, "seconds": seconds, "tokens": 10, "updates": 2.5, "target": 0.4}
@@ -511,13 +488,16 @@ def test_the_time_to_an_accuracy_is_that_of_seeds_that_both_reached():
     shown = shown_alone("time", rows)
     assert "0.25 (geometric mean of 2 seeds that both reached)" in shown  # the root of 1/2 * 1/8
     assert "over 1.0" in shown
+    none = {case: row(10, reached=False) for case in ("TRL, seed 0", "recommendation, seed 0")}
+    assert "No seed reached it with both." in shown_alone("time", none)
     assert to_accuracy.learned_in_time(row(1))
     assert not to_accuracy.learned_in_time(row(1, rewards=(0.4, 0.3, 0.2, 0.1)))
     assert not to_accuracy.learned_in_time(row(1, weights=0.0))
     assert to_accuracy.learned_in_time(row(1, weights=0.0) | {"uses_vllm": False})
 
 
-def test_time_comes_first_and_is_skipped_without_a_chat_model(tmp_path):
+def test_time_comes_first_and_is_skipped_without_a_chat_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(to_accuracy.importlib.util, "find_spec", lambda name: True)
     setup = dataclasses.replace(ON_GPU, chat_model=tmp_path)
     first = [case.part for case in plan.make_plan(list(parts.PARTS), setup)][:6]
     assert first == ["time"] * 6

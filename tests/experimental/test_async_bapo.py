@@ -10,11 +10,13 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from bapo_trl.clip_bounds import BoundGrid
 from bapo_trl.experimental import AsyncBAPOConfig, AsyncBAPOTrainer
+from bapo_trl.phase_clock import PHASES
 from bapo_trl.upstream.fixes import end_training
 from tests.helpers import oracle
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.asynchronous import (
     SIZES,
+    NoTransfer,
     async_trainer,
     on_cpu,
     save_toy,
@@ -23,6 +25,7 @@ from tests.helpers.asynchronous import (
 )
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_function
+from tests.helpers.passing_time import Time
 from tests.helpers.toy import toy_model, training_logs
 
 
@@ -102,6 +105,20 @@ def test_carried_over_measures_the_shares_of_all_micro_batches(tmp_path, samples
     assert (log["bapo/clip_low"], log["bapo/clip_high"]) == pytest.approx((forecast.low, forecast.high))
     positive, negative = oracle.token_contributions(tokens, forecast.low, forecast.high, "gradient")
     assert log["bapo/positive_share"] == pytest.approx(positive / (positive + negative), abs=1e-5)
+
+
+def test_a_log_says_where_the_time_went(tmp_path, samples, monkeypatch):
+    time = Time(monkeypatch)
+    for owner, name, seconds in (
+        (NoTransfer, "send_weights", 3),
+        (AsyncGRPOTrainer, "get_batch_samples", 5),
+        (AsyncGRPOTrainer, "compute_loss", 7),
+    ):
+        monkeypatch.setattr(owner, name, time.passing(getattr(owner, name), seconds))
+    logs = training_logs(trained(tmp_path, samples, max_steps=3, gradient_accumulation_steps=2))
+    for log in logs:
+        seconds = {name: log[f"time/{name}"] for name in PHASES if log[f"time/{name}"]}
+        assert seconds == {"weights": 3, "waiting": 5, "training": 14}
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, samples):

@@ -1,12 +1,20 @@
 """Real tasks of the package reasoning-gym. tests/tasks has tests with a fake package."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from bapo_trl.compare import execution
 from bapo_trl.script.datasets import make_task
 from bapo_trl.tasks import gym_reward
 from benchmarks import chat_task
+from benchmarks.common import ROOT
+from benchmarks.gpu_first_run import to_accuracy
+from benchmarks.gpu_first_run.trainers import Setup
+from tests.helpers.forked import ForkedRun
+from tests.helpers.script_runs import chat_tokenizer
+from tests.helpers.toy import toy_model
 
 
 pytest.importorskip("reasoning_gym")
@@ -42,3 +50,23 @@ def test_the_worked_answers_of_the_study_end_in_the_right_one(name):
     assert not asked & {row["prompt"][-1]["content"] for row in train}
     texts = [chat_task.TASKS[name].work_out(json.loads(entry)["entry"]) for entry in train["entry"]]
     assert set(gym_reward(texts, train["entry"])) == {1.0}
+
+
+def test_time_trains_both_methods_and_tells_what_each_phase_took(tmp_path, monkeypatch):
+    monkeypatch.setattr(execution, "subprocess", SimpleNamespace(Popen=ForkedRun, DEVNULL=None))
+    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(ROOT)
+    toy_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    setup = Setup("cpu", "tiny", 0, chat_model=tmp_path / "model")
+    cases = to_accuracy.time_to_accuracy(setup)
+    assert set(cases) == {f"{method}, seed {seed}" for method in to_accuracy.METHODS for seed in range(3)}
+    rows = {case: cases[case].measure() for case in ("TRL, seed 0", "recommendation, seed 0")}
+    for row in rows.values():
+        assert [step for step, _ in row["curve"]] == [0, 2, 4]
+        assert len(row["rewards"]) == 4  # one update per generation
+        assert all(row["seconds_of_phases"][name] > 0 for name in to_accuracy.PHASES)
+        total = sum(row["seconds_of_phases"].values())
+        assert row["to_target"]["seconds"] == pytest.approx(total, rel=0.05)  # not reached: those of the whole run
+        assert not row["to_target"]["reached"]
+        assert not to_accuracy.learned_in_time(row)  # a toy solves nothing

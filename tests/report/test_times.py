@@ -14,6 +14,7 @@ from bapo_trl.report.times import PHASES, largest_savings, seconds_of, time_line
 from bapo_trl.script import preparation
 from bapo_trl.vllm_server import mismatch
 from tests.helpers.fake_vllm import FakeVLLM
+from tests.helpers.passing_time import Time
 from tests.helpers.script_runs import fill_folder, run
 from tests.helpers.toy import toy_trainer
 from tests.report.made_logs import made_logs, save_run
@@ -60,25 +61,16 @@ def test_what_a_setting_could_save_is_at_most_what_was_measured(facts, savings):
 @pytest.mark.trainings
 def test_a_run_over_a_server_is_told_what_its_settings_could_save(tmp_path, monkeypatch, capsys):
     """Time passes in generations and forward passes alone."""
-    now = 0.0
-
-    def take(owner, name, seconds):
-        function = getattr(owner, name)
-
-        def takes_time(*args, **kwargs):
-            nonlocal now
-            now += seconds
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, takes_time)
-
+    time = Time(monkeypatch)
     fill_folder(tmp_path, monkeypatch)
-    monkeypatch.setattr(phase_clock, "perf_counter", lambda: now)
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", FakeVLLM)
     monkeypatch.setattr(preparation, "check_packages", lambda settings: None)  # of which vllm is one
     monkeypatch.setattr(mismatch, "client_for", lambda *args: nullcontext())
-    take(FakeVLLM, "generate", 50)
-    take(GRPOTrainer, "_get_per_token_logps_and_entropies", 5)
+    for owner, name, seconds in (
+        (FakeVLLM, "generate", 50),
+        (GRPOTrainer, "_get_per_token_logps_and_entropies", 5),
+    ):
+        monkeypatch.setattr(owner, name, time.passing(getattr(owner, name), seconds))
     run(dataset_name="train.jsonl", max_steps=2, use_vllm=True, vllm_mode="server", vllm_logp_tolerance="none")
     said = " ".join(capsys.readouterr().out.split())
     # Two forward passes try the padding, two score 12 samples, and two train on them
