@@ -30,7 +30,7 @@ from bapo_trl import BAPOConfig
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
-from bapo_trl.plan.memory import GIB, Memory, plan_memory, shape_of
+from bapo_trl.script.memory import GIB, Memory, plan_memory, shape_of
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
 from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_3B, QWEN_7B, QWEN_15B, Shape, lora
 from benchmarks.gpu_first_run.table import rewards_by_variant

@@ -10,6 +10,7 @@ small to decide accumulate until they are large enough.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 from ..batch.sampler import sampled_sequences
+from ..batch.scoring import score_completions
 from ..checkpoints.rank_errors import on_main_process
 from ..upstream.forward_passes import in_eval_mode
 from ..upstream.trl_compat import VLLMClient, uses_vllm_server
@@ -181,4 +183,4 @@ def make_server_check(trainer: Any) -> StaleServerCheck | None:
     if not uses_vllm_server(trainer) or trainer._is_vlm or trainer.args.vllm_logp_tolerance is None:
         return None
     client = trainer.vllm_generation.vllm_client if trainer.accelerator.is_main_process else None
-    return StaleServerCheck(trainer.accelerator, client, trainer._score_completions)
+    return StaleServerCheck(trainer.accelerator, client, partial(score_completions, trainer))
