@@ -21,8 +21,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 ACCELERATE_CONFIGS = sorted((ROOT / "accelerate_configs").iterdir())
 DEEPSPEED_CONFIGS = sorted((ROOT / "deepspeed_configs").iterdir())
 LAUNCHES = {
-    "single_gpu": (1, "none"), "multi_gpu": (8, "none"), "zero2": (8, "zero2"), "zero3": (8, "zero3"),
-    "zero3_multinode": (32, "zero3"), "fsdp2": (8, "fsdp2"), "cpu_ddp": (2, "none"), "cpu_zero3": (2, "zero3"),
+    "zero3": (8, "zero3"), "zero3_multinode": (32, "zero3"), "cpu_ddp": (2, "none"), "cpu_zero3": (2, "zero3"),
 }  # fmt: skip
 
 
@@ -73,7 +72,6 @@ def test_a_configuration_is_launched_by_its_name_from_any_folder(path, tmp_path,
     processes, engine = LAUNCHES[path.stem]
     assert arguments.num_processes == processes
     assert arguments.multi_gpu == (engine == "none" and processes > 1)
-    assert arguments.use_fsdp == (engine == "fsdp2")
     assert arguments.use_deepspeed == engine.startswith("zero")
     if arguments.use_deepspeed:
         config = ROOT / "deepspeed_configs" / f"{engine}.json"

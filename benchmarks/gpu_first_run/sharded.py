@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from bapo_trl.script.launcher import CONFIGS
 from benchmarks.common import ROOT
 from benchmarks.gpu_first_run.trainers import Case, Setup, sums_task
 from benchmarks.warm_start import warm_start_path
 
 
-LAUNCH_FILES = {"one process": None, "FSDP2": "fsdp2.yaml", "DeepSpeed ZeRO-3": "zero3.yaml"}
+LAUNCH_FILES = {"one process": None, "FSDP2": "fsdp2", "DeepSpeed ZeRO-3": "zero3"}
 UPDATES, RESUMED_AT, SAVED_EVERY = 16, 8, 4
 FLAGS = {
     "config": "recipes/quickstart.yaml", "max_steps": UPDATES, "save_steps": SAVED_EVERY, "save_total_limit": 4,
@@ -63,7 +64,7 @@ def _train(setup: Setup, name: str, folder: Path, checkpoint: Path | None = None
     launch_file, clock = LAUNCH_FILES[name], folder.with_suffix(".json")
     command = [sys.executable]
     if launch_file is not None:
-        command += ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launch_file}"]
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS[launch_file])]
         command += ["--num_processes", "1"]
     command += ["-m", "benchmarks.gpu_first_run.clocked_training", str(clock)]
     flags = {**FLAGS, **setup.sizes.sharded_flags, "output_dir": folder, "use_cpu": not setup.on_gpu}
