@@ -337,11 +337,6 @@ def own_fields() -> tuple[Field, ...]:
     return tuple(f for f in fields(BAPOConfig) if f.name not in inherited)
 
 
-def own_settings(config: BAPOConfig) -> dict[str, Any]:
-    """Return the values of the fields that `BAPOConfig` adds, and of TRL's that a run reads once, by name."""
-    return {name: getattr(config, name) for name in (*(f.name for f in own_fields()), "delta")}
-
-
 def copied_settings(trainer: Any) -> dict[str, Any]:
     """Return the values in `args` of the fields that are read when a trainer is created, by name."""
     ours = {f.name for f in fields(trainer.args)} - {f.name for f in fields(TrainingArguments)}
@@ -358,16 +353,6 @@ def check_copied(trainer: Any, settings: dict[str, Any]) -> None:
                     f"`{name}` was changed from {value!r} to {getattr(holder, name)!r} after the trainer was created, "
                     "which reads it once: set it in the config before you create the trainer."
                 )
-
-
-def check_unchanged(config: BAPOConfig, settings: dict[str, Any]) -> None:
-    """Reject a change of settings since a run began, which reads each of them once; name what has changed."""
-    for name, value in own_settings(config).items():
-        if value != settings[name]:
-            raise InputError(
-                f"`{name}` was changed from {settings[name]!r} to {value!r} during a run, which reads it once, when "
-                "`train()` begins: set it before."
-            )
 
 
 # TRL reads its copy in the trainer, this package the value in `args`

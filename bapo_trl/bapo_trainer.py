@@ -1,24 +1,19 @@
 """`BAPOTrainer`: TRL's `GRPOTrainer` with clip bounds that are searched for each optimizer update."""
 
-import sys
 import warnings
-from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
-from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
-from transformers.trainer_utils import SaveStrategy, has_length
+from trl import GRPOTrainer
 
-from .bapo_config import BAPOConfig, check_copied, check_unchanged, copied_settings, own_settings
+from .bapo_config import BAPOConfig, check_copied, copied_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.injected import InjectedRollouts
-from .batch.log_values import reduce_window
-from .batch.micro_batches import make_micro_batches
+from .batch.log_values import add_values, reduce_window
+from .batch.micro_batches import MicroBatches
 from .batch.policy_loss import known_old_logps, mask_values, without_masked_values
-from .batch.reward_sums import best_of_k
 from .batch.samples import attach_version, pad_logps
 from .batch.staleness import staleness_line
 from .batch.updates import make_updates
@@ -27,13 +22,12 @@ from .checkpoints.ref_model import ReferenceModel
 from .checkpoints.resumable import ResumableParts
 from .clip_bounds import ClipBounds
 from .inputs import checks
-from .inputs.generation_config import check_can_be_saved, settings_of_model
-from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
-from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
+from .inputs.generation_config import settings_of_model
+from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
+from .inputs.reward_checks import CheckedRewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
 from .paper import PAPER
 from .parts import Clock, Part
-from .phase_clock import PhaseClock
 from .replay.mixer import ReplayMixer
 from .rollouts.overlap import Overlap
 from .rollouts.partial import NoPartialRollouts, PartialRollouts
@@ -46,9 +40,6 @@ from .vllm_server.merged_adapters import send_merged_copies
 from .vllm_server.mismatch import sampler_for
 from .vllm_server.quantized import prepare_quantized
 from .vllm_server.server_weights import ServerWeights
-
-
-trl_compat.check_trl()
 
 
 class BAPOTrainer(ResumableParts):
@@ -88,7 +79,6 @@ class BAPOTrainer(ResumableParts):
     _buffered_inputs: Any
     epsilon_low: Any  # a tensor here
     epsilon_high: Any
-    _eval_rows_left = sys.maxsize  # of an evaluation, over all ranks
 
     _tag_names = ["trl", "bapo"]
     _name = "BAPO"
@@ -111,40 +101,37 @@ class BAPOTrainer(ResumableParts):
         zero = self.args.deepspeed_plugin
         prepare_quantized(self.model, self.is_fsdp_enabled or (zero is not None and zero.zero_stage == 3))
         self._copied_settings = copied_settings(self)
-        if args.log_completions:
-            fixes.replace_what_stdout_cannot_encode()
         self.reward_func_names = distinct_names(self.reward_func_names)
-        vars(self)["_calculate_rewards"] = self._take_rewards  # which TRL calls, whatever a subclass overrides
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._known_logps: list[list[float | None]] | None = None  # set from a generation until TRL scores it
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
-        self.phase_clock = PhaseClock(self._log_values)
         self.server_retries = None
         if self.use_vllm:
             send_merged_copies(self)
-            sync_weights = self.phase_clock.timed(self.vllm_generation.sync_weights, "weights")
-            vars(self.vllm_generation)["sync_weights"] = sync_weights
         if uses_vllm_server(self):
             from .vllm_server.retries import ServerRetries  # needs requests, which only a server does
 
             self.server_retries = ServerRetries(self)
-        self._settings, self.parts = own_settings(self.args), self._make_parts()
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
-            from_model = settings_of_model(args, self.model.generation_config, self.processing_class)
-            for message in setting_warnings(args, from_model):
+            of_model = settings_of_model(args, self.model.generation_config, self.processing_class)
+            for message in setting_warnings(args, of_model):
                 warnings.warn(message, stacklevel=2)
 
     def _make_parts(self) -> list[Part]:
         """Return the parts of the trainer, in the order of their collectives."""
-        args = self.args
-        weights = ServerWeights()
-        rollouts = [PartialRollouts() if args.uses_partial_rollouts else NoPartialRollouts()]
-        overlap = [Overlap(weights.refresh)] if args.overlap_generation else []
-        # The comparison adds behaviour log-probabilities, which replay needs
-        replay = [ReplayMixer(self._log_values)] if args.uses_replay else []
-        others = [SamplerComparison(), weights]
-        return [ReferenceModel(), *rollouts, *overlap, *others, *replay, CarriedCurves(), self.data_place]
+        args, weights = self.args, ServerWeights()
+        return [
+            CheckedRewards(),
+            ReferenceModel(),
+            PartialRollouts() if args.uses_partial_rollouts else NoPartialRollouts(),
+            *([Overlap(weights.refresh)] if args.overlap_generation else []),
+            SamplerComparison(),  # adds behaviour log-probabilities, which replay needs
+            weights,
+            *([ReplayMixer()] if args.uses_replay else []),
+            CarriedCurves(),
+            self.data_place,
+        ]
 
     @property
     def clip_bounds(self) -> ClipBounds:
@@ -154,8 +141,6 @@ class BAPOTrainer(ResumableParts):
 
     def train(self, *args, **kwargs):
         check_copied(self, self._copied_settings)
-        if self.args.save_strategy != SaveStrategy.NO and not is_peft_model(self.model):
-            check_can_be_saved(self.model.generation_config)
         # A second call starts at policy version 0 again, where samples of the first call would look new
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
@@ -174,13 +159,7 @@ class BAPOTrainer(ResumableParts):
 
     def _reset_run_state(self) -> None:
         fixes.reset_grpo_state(self)
-        self.phase_clock.put_last(self)
-        if own_settings(self.args) != self._settings:  # changed between two runs
-            self._settings, self.parts = own_settings(self.args), self._make_parts()
-        trains_as_padded = self.args.micro_batch_layout == "padded" and not (
-            self.args.uses_replay or self.args.uses_partial_rollouts
-        )
-        self._probes_padding = not (trains_as_padded or self._is_vlm)
+        self.parts = self._make_parts()
         self.sampled_by: int | None = None  # policy version that sampled the buffer, on all ranks; `None` if several
         self.update_began = Clock(version=-1)
         if self.server_retries is not None:  # before the rounds, which need its context window
@@ -188,19 +167,14 @@ class BAPOTrainer(ResumableParts):
         forget_sent_weights(self)
         for part in self.parts:
             part.reset(self)
-        self._micro_batches = make_micro_batches(self)
-        self._scale = LossScale()  # of the micro-batch whose loss is being computed
-        self._updates = make_updates(self)
+        self._micro_batches = MicroBatches(self)
+        self._updates = make_updates(self, self._micro_batches)
         self.bounds_controller = self._updates.bounds
         self._clip_with(self.bounds_controller.current)
 
-    def _log_values(self, values: Mapping[str, float], mode: str = "train") -> None:
-        for name, value in values.items():
-            self._metrics[mode][name].append(value)
-
     def log(self, logs, *args, **kwargs):
         if self.model.training:
-            self._log_values(self.phase_clock.rates())
+            add_values(self._metrics["train"], self.phase_clock.rates())
         reduce_window(self._metrics["train" if self.model.training else "eval"])
         super().log(logs, *args, **kwargs)
 
@@ -225,7 +199,6 @@ class BAPOTrainer(ResumableParts):
             return super()._prepare_inputs(generation_batch, *args, **kwargs)
         with self.phase_clock.phase("other"):
             check_copied(self, self._copied_settings)
-            check_unchanged(self.args, self._settings)
             clock = self.now()
             if clock.place and clock.begins_pass and self._buffered_inputs:
                 batch = self._mix(None, clock)
@@ -240,9 +213,7 @@ class BAPOTrainer(ResumableParts):
             return buffer[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
-        if not self.tools and self.rollout_func is None:  # which may give images of their own
-            check_images(inputs)
-        inputs, clock = fixes.without_missing_images(inputs), self.now()
+        clock = self.now()
         if self.model.training:
             given = (part.sample(inputs, clock) for part in self.parts)
             self._injected = next((each for each in given if each is not None), None)
@@ -265,7 +236,7 @@ class BAPOTrainer(ResumableParts):
             batch = rollouts.attach_to(batch, self.args.rows_per_generation)
             self.sampled_by = None
         for part in self.parts:
-            self._log_values(part.check(batch, rollouts))
+            add_values(self._metrics["train"], part.check(batch, rollouts))
         return self._mix(mark_fillers(batch, num_fillers) if num_fillers else batch, clock)
 
     def _mix(self, batch, clock: Clock):
@@ -288,9 +259,6 @@ class BAPOTrainer(ResumableParts):
             return output
         num_samples = len(output[1]) * self.accelerator.num_processes
         self.phase_clock.count(generated=round(self._metrics["train"]["completions/mean_length"][-1] * num_samples))
-        if self._probes_padding:  # once the weights are sent: a forward pass leaves some that FSDP2 cannot send
-            self._probes_padding = False
-            self._micro_batches.keeps_prompt_padding = checks.padding_counts(self)
         if self.args.scores_samples:
             if self._injected is not None:
                 self._known_logps = self._injected.behavior_logps
@@ -311,31 +279,6 @@ class BAPOTrainer(ResumableParts):
             return sample()
         return self.server_retries.generate(sample, not has_sent_weights(self))
 
-    def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
-        with checking_rewards(self, len(prompts)):
-            return super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
-
-    def _take_rewards(self, inputs, prompts, completions, *args, **kwargs) -> torch.Tensor:
-        """Return the rewards of all ranks, of this class or a subclass, once they are checked and logged."""
-        with self.phase_clock.phase("rewards"):
-            rewards_per_func = type(self)._calculate_rewards(self, inputs, prompts, completions, *args, **kwargs)
-        check_rewards(self, rewards_per_func, prompts, completions)
-        if self.model.training:
-            for part in self.parts:
-                part.take_rewards(rewards_per_func)
-        else:
-            counted = rewards_per_func[: self._eval_rows_left]
-            self._eval_rows_left -= len(counted)
-            self._log_groups(counted)
-        return rewards_per_func
-
-    def _log_groups(self, rewards_per_func: torch.Tensor) -> None:
-        """Log the best reward of each evaluated group, without the repeats that fill a batch on several ranks."""
-        count = self.num_generations_eval
-        if count > 1:
-            for best in best_of_k(rewards_per_func, self.reward_weights, count).tolist():
-                self._log_values({f"reward_best_of_{count}": best}, "eval")  # TRL logs their mean
-
     # An update
 
     @property
@@ -348,8 +291,7 @@ class BAPOTrainer(ResumableParts):
             are_fresh = self.sampled_by == self.state.global_step
             count, buffer = self.current_gradient_accumulation_steps, self._buffered_inputs
             self._clip_with(self._updates.begin(buffer, self._step, count, are_fresh))
-            self._micro_batches.begin_update(self._step, count)
-        self._scale = scale = self._micro_batches.take(self._step) if is_training else LossScale()
+        scale = self._micro_batches.take(self._step) if is_training else LossScale()
         # A copy, as its advantages are scaled: those in the buffer are needed again in the next pass
         self._loss_inputs = without_masked_values(inputs)
         beta, self.beta = self.beta, self.beta * scale.policy
@@ -359,9 +301,7 @@ class BAPOTrainer(ResumableParts):
             self._loss_inputs, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
             self.phase_clock.count(trained=self._micro_batches.num_tokens)
-            self._log_values(self._micro_batches.close(self._metrics["train"], self.bounds_controller.close()))
-            if self.beta and self.state.global_step == 0 and self.accelerator.is_main_process:
-                checks.warn_if_reference_differs(self)
+            add_values(self._metrics["train"], self._updates.close(self._metrics["train"]))
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -381,8 +321,7 @@ class BAPOTrainer(ResumableParts):
             inputs["old_per_token_logps"] = known_old_logps(inputs, logps.detach())
         if self.model.training:  # evaluation keeps the latest bounds
             version, is_last = self.state.global_step, self.accelerator.sync_gradients
-            factor = self._scale.policy
-            self._clip_with(self._updates.observe(inputs, logps.detach(), entropies, version, is_last, factor))
+            self._clip_with(self._updates.observe(inputs, logps.detach(), entropies, version, is_last))
         return logps, entropies, *output[2:]
 
     def _clip_with(self, bounds: ClipBounds) -> None:
@@ -399,9 +338,9 @@ class BAPOTrainer(ResumableParts):
         return grad_norm
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
-        data = dataloader.dataset
-        self._eval_rows_left = len(data) * self.num_generations_eval if has_length(data) else sys.maxsize
         for part in self.parts:
-            part.before_evaluation()
-        with self.phase_clock.pause():
-            return super().evaluation_loop(dataloader, *args, **kwargs)
+            part.before_evaluation(dataloader)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+
+trl_compat.check_trl([*trl_compat.missing_overrides(BAPOTrainer, GRPOTrainer), *trl_compat.missing_calls()])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from .batch.injected import InjectedRollouts
 
@@ -41,8 +42,12 @@ class Part:
         """Return completions for a generation's rows of the dataset; `None` to have TRL sample them."""
         return None
 
-    def take_rewards(self, rewards_per_func: torch.Tensor) -> None:
-        """Read the rewards of a generation's samples on all ranks, `(N, F)` with a column for each function."""
+    def take_rewards(self, rewards_per_func: torch.Tensor, is_evaluation: bool) -> None:
+        """
+        Read the rewards of a generation's samples on all ranks, `(N, F)` with a column for each function.
+
+        Those of an evaluation are without the repeats that fill its last batch.
+        """
 
     def check(self, batch: dict[str, Any], rollouts: InjectedRollouts | None) -> Mapping[str, float]:
         """Check a generation in TRL's batch, add to it what is missing, and return metrics."""
@@ -56,7 +61,7 @@ class Part:
         """
         return batch
 
-    def before_evaluation(self) -> None:
+    def before_evaluation(self, dataloader: DataLoader) -> None:
         """Prepare for an evaluation, which may send the weights to the sampler."""
 
     def save(self, folder: str, clock: Clock) -> None:

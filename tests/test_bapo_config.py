@@ -11,7 +11,6 @@ from trl import GRPOConfig
 from bapo_trl import BAPOConfig
 from bapo_trl.bapo_config import own_fields
 from bapo_trl.errors import InputError
-from bapo_trl.inputs.setting_warnings import setting_warnings
 from tests.helpers.toy import CPU
 
 
@@ -34,10 +33,9 @@ def test_every_field_of_ours_has_its_choices_or_its_range_and_takes_no_other():
                 config(**{f.name: int(value) if is_whole else value})
 
 
-def test_cispo_without_a_cap_of_its_own_has_trls_and_is_warned_of():
+def test_cispo_without_a_cap_of_its_own_has_trls():
     cispo = config(loss_type="cispo")
     assert cispo.epsilon == GRPOConfig.epsilon
-    assert any("`epsilon_high` is not set" in message for message in setting_warnings(cispo))
 
 
 def test_settings_at_the_edges_are_accepted():

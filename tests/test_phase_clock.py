@@ -1,9 +1,11 @@
 """Where the time of a training goes: phases that add up to its wall time, and tokens per second."""
 
+from collections import defaultdict
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
 from bapo_trl.phase_clock import PHASES, PhaseClock
@@ -18,11 +20,12 @@ def time(monkeypatch):
 
 
 def test_a_phase_pauses_the_one_around_it(time):
-    logs = []
-    clock = PhaseClock(logs.append)
+    logs = defaultdict(list)
+    clock = PhaseClock()
+    clock.put_last(SimpleNamespace(_metrics={"train": logs}, pop_callback=id, add_callback=id))
     with clock.phase("rewards"):  # before the training
         time.now += 100
-    clock.on_train_begin(None, None, None)
+    clock.on_train_begin(None, TrainerState(), None)
     time.now += 1
     clock.on_step_begin(None, None, None)
     time.now += 2
@@ -37,7 +40,7 @@ def test_a_phase_pauses_the_one_around_it(time):
     clock.count(generated=33, trained=66)
     clock.on_step_end(None, None, None)
     expected = {**dict.fromkeys(PHASES, 0), "other": 1, "training": 2, "generation": 20, "weights": 8}
-    assert logs == [{f"time/{name}": seconds for name, seconds in expected.items()}]
+    assert logs == {f"time/{name}": [seconds] for name, seconds in expected.items()}
     time.now += 2
     clock.on_step_end(None, None, None)
     assert clock.rates() == {"tokens/generated_per_s": 1, "tokens/trained_per_s": 2}

@@ -22,9 +22,9 @@ from tests.helpers.forked import run_function
 from tests.helpers.toy import toy_dataset, toy_model, toy_run
 
 
-# A generation has four updates. Log lines are of updates 1 to 3, 4 to 6 and, in the summary, 7 and 8
+# A generation has four updates, a log line two: a checkpoint within a line would lose its first part
 SYNCED = {
-    "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25, "logging_steps": 3,
+    "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25, "logging_steps": 2,
     "max_steps": 8, "save_strategy": "steps", "save_steps": 2,
 }  # fmt: skip
 
@@ -38,7 +38,8 @@ def synced(tmp_path_factory):
 
 
 def history(trainer):
-    return [{name: value for name, value in log.items() if name not in TIMES} for log in trainer.state.log_history]
+    left_out = TIMES | {"train_loss"}  # transformers' mean over the updates since the resume
+    return [{name: value for name, value in log.items() if name not in left_out} for log in trainer.state.log_history]
 
 
 def test_a_checkpoint_holds_the_reference_model_as_it_was_synchronized(synced):
@@ -56,7 +57,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_with_its_reference_and_its_logs(
     resumed = toy_run(tmp_path, str(folder / "model"), resume=str(folder / "run" / "checkpoint-4"), **SYNCED)
     assert_same_weights(straight, resumed)
     assert_same_tensors(straight.ref_model.state_dict(), resumed.ref_model.state_dict())
-    assert history(resumed)[:1] == history(straight)[:1]  # the line at update 6 is of updates 5 and 6 alone
+    assert history(resumed) == history(straight)
 
 
 @pytest.mark.parametrize("save_only_model", [False, True])
@@ -75,7 +76,7 @@ def test_a_checkpoint_without_the_reference_model_gives_a_warning(synced, tmp_pa
 def test_the_reference_of_a_saved_adapter_is_the_one_that_it_started_from(tmp_path):
     lora = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     get_peft_model(toy_model(), lora).save_pretrained(tmp_path / "adapter")
-    saves = {"beta": 0.1, "logging_steps": 3, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    saves = {"beta": 0.1, "logging_steps": 2, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
 
     def run(folder, resume=None):
         model = PeftModel.from_pretrained(toy_model(), tmp_path / "adapter", is_trainable=True)
@@ -84,6 +85,7 @@ def test_the_reference_of_a_saved_adapter_is_the_one_that_it_started_from(tmp_pa
     straight = run("straight")
     resumed = run("resumed", str(tmp_path / "straight" / "checkpoint-4"))
     assert_same_weights(straight, resumed)
+    assert history(resumed) == history(straight)
     start = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for name, weight in resumed.model.named_parameters():
         if ".ref." in name:
@@ -91,21 +93,6 @@ def test_the_reference_of_a_saved_adapter_is_the_one_that_it_started_from(tmp_pa
 
 
 SAVED = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "gradient_checkpointing": True}
-
-
-@pytest.fixture(scope="module")
-def optimized(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("optimized")
-    for optim in ("adamw_torch", "sgd"):
-        toy_run(folder / optim, optim=optim, **SAVED)
-    return folder
-
-
-@pytest.mark.parametrize(("before", "after"), [("adamw_torch", "sgd"), ("sgd", "adamw_torch"), ("sgd", "adafactor")])
-def test_another_optimizer_is_named(optimized, tmp_path, before, after):
-    checkpoint = str(optimized / before / "checkpoint-1")
-    with pytest.raises(InputError, match=f"`optim` is '{after}'.*checkpoint-1 has the state of another"):
-        toy_run(tmp_path, optim=after, resume=checkpoint, **{**SAVED, "max_steps": 2})
 
 
 LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}

@@ -9,7 +9,7 @@ from packaging.version import Version
 from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.evaluation.sampling import EvaluatedTrainer
+from bapo_trl.evaluation.sampling import EvaluatedGRPOTrainer
 from bapo_trl.upstream import trl_compat
 from bapo_trl.vllm_server.client import ServerClient
 from tests.helpers.toy import toy_dataset, toy_run
@@ -17,6 +17,7 @@ from tests.rollouts.test_rollout_rounds import PARTIAL
 
 
 BASES = BAPOTrainer.__mro__[: BAPOTrainer.__mro__.index(GRPOTrainer)]
+OVERRIDDEN = trl_compat.overridden_methods(BAPOTrainer, GRPOTrainer).keys() - {"__init__"}
 
 
 def test_the_installed_version_is_one_that_is_claimed():
@@ -27,15 +28,10 @@ def test_the_installed_version_is_one_that_is_claimed():
     )
 
 
-def test_the_list_is_that_of_the_methods_overridden():
+def test_no_method_of_trl_is_overridden_without_a_call_of_it():
     own = {name for base in BASES for name, member in vars(base).items() if inspect.isfunction(member)}
-    assert {name for name in own if hasattr(GRPOTrainer, name)} - {"__init__"} == set(trl_compat.OVERRIDDEN_METHODS)
-
-
-@pytest.mark.parametrize("method", trl_compat.OVERRIDDEN_METHODS)
-def test_every_override_calls_its_parent(method):
-    overrides = [vars(base)[method] for base in BASES if method in vars(base)]
-    assert all("super" in inspect.unwrap(override).__code__.co_names for override in overrides)
+    assert {name for name in own if hasattr(GRPOTrainer, name)} - {"__init__"} == OVERRIDDEN
+    assert "_post" in trl_compat.overridden_methods(ServerClient, trl_compat.VLLMClient)
 
 
 def parameters_of(function) -> dict[str, inspect.Parameter]:
@@ -43,28 +39,19 @@ def parameters_of(function) -> dict[str, inspect.Parameter]:
 
 
 @pytest.mark.parametrize(
-    ("owners", "methods"),
-    [
-        ((*BASES, EvaluatedTrainer), trl_compat.OVERRIDDEN_METHODS | {"_log_metric": (), "_log_completion_extra": ()}),
-        ((ServerClient,), trl_compat.CLIENT_METHODS),
-    ],
+    ("own", "parent"),
+    [(BAPOTrainer, GRPOTrainer), (EvaluatedGRPOTrainer, GRPOTrainer), (ServerClient, trl_compat.VLLMClient)],
 )
-def test_every_override_reads_the_parameters_listed_and_takes_any_others(owners, methods):
-    for owner in owners:
-        for name in methods.keys() & vars(owner).keys():
-            parameters = parameters_of(vars(owner)[name])
-            read = [each.name for each in parameters.values() if each.kind == each.POSITIONAL_OR_KEYWORD]
-            assert read == list(methods[name])[: len(read)], (owner, name)
-            takes = {each.kind for each in parameters.values()}
+def test_every_override_takes_parameters_that_trl_adds(own, parent):
+    for owner in own.__mro__[: own.__mro__.index(parent)]:
+        for name in trl_compat.overridden_methods(own, parent).keys() & vars(owner).keys():
+            takes = {each.kind for each in parameters_of(vars(owner)[name]).values()}
             assert {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= takes, (owner, name)
 
 
 def test_what_the_trainer_lacks_is_named():
     class Changed(GRPOTrainer):
         get_off_policy_mask = None
-
-        def _calculate_rewards(self, rows, prompts, completions, completion_ids_list):  # one is renamed
-            pass
 
         def _tokenize_prompts(self, tools, prompts):  # one comes before
             pass
@@ -75,8 +62,8 @@ def test_what_the_trainer_lacks_is_named():
         def _compute_loss(self, model, inputs, num_items_in_batch=None):  # one more may be given
             pass
 
-    assert trl_compat.missing_names(Changed) == [
-        "_calculate_rewards(self, inputs, prompts, completions, ...)",
+    missing = [*trl_compat.missing_overrides(BAPOTrainer, GRPOTrainer, Changed), *trl_compat.missing_calls(Changed)]
+    assert sorted(missing) == [
         "_generate, as it is called here (missing a required argument: 'images')",
         "_tokenize_prompts(self, prompts, ...)",
         "_tokenize_prompts, as it is called here (missing a required argument: 'prompts')",
@@ -84,20 +71,19 @@ def test_what_the_trainer_lacks_is_named():
     ]
     message = r"trl 9\.9\.9 does not have: .*_tokenize_prompts\(self, prompts, \.\.\.\).*1\.16\.0.*~=1\.16"
     with pytest.raises(ImportError, match=message):
-        trl_compat.check_trl(Changed, "9.9.9")
+        trl_compat.check_trl(missing, "9.9.9")
 
 
-def test_what_the_client_lacks_is_named(monkeypatch):
+def test_what_the_client_lacks_is_named():
     class Client(trl_compat.VLLMClient):
         reset_prefix_cache = None
 
         def update_named_params(self, named_params, metadata):
             pass
 
-    monkeypatch.setattr(trl_compat, "VLLMClient", Client)
-    assert trl_compat.missing_names() == [
-        "VLLMClient.reset_prefix_cache",
-        "VLLMClient.update_named_params(self, metadata, named_params, ...)",
+    assert sorted(trl_compat.missing_overrides(ServerClient, trl_compat.VLLMClient, Client)) == [
+        "reset_prefix_cache",
+        "update_named_params(self, metadata, named_params, ...)",
     ]
 
 
@@ -127,8 +113,8 @@ def test_a_keyword_that_trl_adds_reaches_it(tmp_path, monkeypatch, settings):
 
         return method
 
-    callers = {name: caller(name) for name in trl_compat.OVERRIDDEN_METHODS}
-    for name in trl_compat.OVERRIDDEN_METHODS:
+    callers = {name: caller(name) for name in OVERRIDDEN}
+    for name in OVERRIDDEN:
         monkeypatch.setattr(GRPOTrainer, name, newer(name))
     Called = type("Called", (BAPOTrainer,), callers)
     run = {
@@ -138,7 +124,7 @@ def test_a_keyword_that_trl_adds_reaches_it(tmp_path, monkeypatch, settings):
     }  # fmt: skip
     toy_run(tmp_path, **run)
     toy_run(tmp_path, **{**run, "max_steps": 3}, resume=True)
-    assert passed_on == set(trl_compat.OVERRIDDEN_METHODS) - {"_push_from_checkpoint"}
+    assert passed_on == OVERRIDDEN - {"_push_from_checkpoint"}
 
 
 def test_forward_keys_are_those_of_trls_forward():

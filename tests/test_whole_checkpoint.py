@@ -148,27 +148,6 @@ def test_a_folder_that_is_not_complete_is_rejected_with_what_is_missing(run):
         resume(run, str(checkpoint))
 
 
-def test_a_file_that_is_cut_off_is_found_without_a_manifest(tmp_path):
-    saved(tmp_path, GRPOTrainer)  # at updates 2, 4 and 6
-    checkpoint = tmp_path / "checkpoint-6"
-    assert find_defect(checkpoint) is None
-    states = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
-    for name in ("model.safetensors", "config.json", *states):
-        content = (checkpoint / name).read_bytes()
-        cut_in_half(checkpoint / name)
-        assert find_defect(checkpoint) == f"{name} is not complete"
-        (checkpoint / name).write_bytes(content)
-    assert find_defect(checkpoint) is None
-    cut_in_half(checkpoint / "model.safetensors")
-    with pytest.raises(
-        InputError, match=r"checkpoint-6 is not complete: model\.safetensors is not complete"
-    ) as rejection:
-        resume(tmp_path, str(checkpoint))
-    assert MANIFEST not in str(rejection.value)  # which it has none of
-    with pytest.warns(UserWarning, match="checkpoint-6 is not complete and was skipped: model.safetensors is not com"):
-        assert resume(tmp_path, True) == 4
-
-
 def test_a_folder_has_one_live_run(tmp_path):
     """A second one is started in the middle of a save of the first, and rejected."""
     first, rejected = toy_trainer(tmp_path, **{**SAVING, "max_steps": 2}), []
@@ -290,9 +269,8 @@ def test_a_flush_that_finds_no_room_leaves_the_checkpoints_before_it(tmp_path, m
 
     trainer = toy_trainer(tmp_path, **{**SAVING, "save_total_limit": 1})
     explained = (
-        rf"No space left on device\ncheckpoint-4 could not be saved in {tmp_path}, where [\d,]+ MB of [\d,]+ MB are "
-        r"free\. If the disk is full, free space for one checkpoint more than `save_total_limit`\. checkpoint-2, "
-        r"saved before, is complete\. Resume with `resume_from_checkpoint=True`"
+        rf"No space left on device\ncheckpoint-4 could not be saved in {tmp_path}\. checkpoint-2, saved before, is "
+        r"complete: resume with `resume_from_checkpoint=True`"
     )
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match=explained):

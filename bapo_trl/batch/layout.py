@@ -60,15 +60,9 @@ def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """
     Divide samples into micro-batches of similar cost; return the indices of each micro-batch's samples.
 
-    The cost of a micro-batch is its number of samples times the length of its longest one (at least 1). The largest
-    cost is as small as it can be. Lengths ascend, within a micro-batch and from one to the next. Only if there are
-    fewer samples than `parts`, some micro-batches are empty: the first ones.
-
-    Args:
-        lengths (`Sequence[int]`):
-            Length of each sample, in tokens.
-        parts (`int`):
-            Number of micro-batches, at least 1.
+    The cost of a micro-batch is its number of samples times the length of its longest one, in tokens (at least 1). The
+    largest cost is as small as it can be. Lengths ascend, within a micro-batch and from one to the next. Only if there
+    are fewer samples than `parts`, some micro-batches are empty: the first ones.
 
     Example:
 
@@ -113,17 +107,10 @@ def _divide_like_trl(widths: np.ndarray, parts: int, trl_widths: np.ndarray) -> 
     """
     Divide samples, in their order, into micro-batches that all are small in relation to TRL's.
 
-    The cost is the number of samples times the width (memory and time of the layers), or times the width of the
-    completions (memory of the logits), whichever is larger in relation to TRL's. In TRL's numbers of samples, no cost
-    is above TRL's, so none is here.
-
-    Args:
-        widths (`np.ndarray`):
-            Widths of prompt and completion of each sample on each rank, `(R, N, 2)`.
-        parts (`int`):
-            Number of micro-batches.
-        trl_widths (`np.ndarray`):
-            Widths of prompt and completion that TRL pads to on each rank, `(N, 2)`.
+    `widths` has those of prompt and completion of each sample on each rank, `(R, N, 2)`, `trl_widths` those that TRL
+    pads to, `(N, 2)`. The cost is the number of samples times the width (memory and time of the layers), or times the
+    width of the completions (memory of the logits), whichever is larger in relation to TRL's. In TRL's numbers of
+    samples, no cost is above TRL's, so none is here.
     """
     trl_width, trl_tokens = trl_widths.sum(axis=1).max(), trl_widths[:, 1].max()
 
@@ -191,23 +178,15 @@ def plan(
     Return the micro-batches of a pass on one rank. All ranks have the same number of samples in a micro-batch.
 
     Args:
-        measures (`np.ndarray`):
-            Result of [`measure`] for the samples of the pass, `(N, R, 8)`.
-        rank (`int`):
-            Rank whose micro-batches are returned.
-        starts (`Sequence[int]`):
-            Positions in the pass at which an update begins, as returned by [`update_starts`].
-        size (`int`):
-            Number of samples in each of TRL's micro-batches.
-        layout (`str`, *optional*, defaults to `"balanced"`):
-            `"balanced"` sorts the samples of an update by length and divides them, `"trimmed"` keeps TRL's
-            micro-batches and makes them narrower, `"padded"` keeps them as they are.
-        skips (`bool`, *optional*, defaults to `True`):
-            Whether samples without a gradient are left out. An empty micro-batch gets one masked sample.
-        mean_over (`str`, *optional*, defaults to `"generation"`):
-            What the loss is a mean over, see [`~losses.Loss`].
-        multiple (`int`, *optional*, defaults to `1`):
-            Number of which the widths are made a multiple.
+        measures (`np.ndarray`): Result of [`measure`] for the samples of the pass, `(N, R, 8)`.
+        rank (`int`): Rank whose micro-batches are returned.
+        starts (`Sequence[int]`): Positions in the pass at which an update begins, see [`update_starts`].
+        size (`int`): Number of samples in each of TRL's micro-batches.
+        layout (`str`): `"balanced"` sorts the samples of an update by length and divides them, `"trimmed"` makes TRL's
+            micro-batches narrower, `"padded"` keeps them as they are.
+        skips (`bool`): Whether samples without a gradient are left out. An empty micro-batch gets one masked sample.
+        mean_over (`str`): What the loss is a mean over, see [`~losses.Loss`].
+        multiple (`int`): Number of which the widths are made a multiple.
     """
     columns = np.moveaxis(measures, 2, 0)
     loss_tokens, is_real, has_gradient = columns[3:6]  # (N, R) each
@@ -349,15 +328,8 @@ def scoring_chunks(
     """
     Divide samples into as many forward passes as TRL makes, to score their log-probabilities.
 
-    Args:
-        attention_mask (`torch.Tensor`):
-            Mask of prompt and completion, `(B, P + T)`.
-        num_tokens (`int`):
-            Number of completion tokens, `T`.
-        size (`int`):
-            Number of samples in each of TRL's passes.
-        layout, keeps_prompt_padding, multiple:
-            As in [`plan`] and [`measure`].
+    `attention_mask` is that of prompt and completion, `(B, P + T)`, the latter of `num_tokens`; `size` the number of
+    samples in each of TRL's passes. The other arguments are those of [`plan`] and [`measure`].
     """
     prompt_width = attention_mask.shape[1] - num_tokens
     empty = attention_mask.new_zeros(attention_mask.shape[0], 1)

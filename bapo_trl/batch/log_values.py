@@ -6,7 +6,7 @@ value, which the mean skips.
 """
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 
 LARGEST = ("ratio/max", "staleness/max", "partial/segments_max", "sampling/raw_importance_sampling_ratio/max")
@@ -14,6 +14,12 @@ LARGEST = ("ratio/max", "staleness/max", "partial/segments_max", "sampling/raw_i
 
 SMALLEST = ("ratio/min", "sampling/raw_importance_sampling_ratio/min")
 """Metrics of this package that are a minimum over ranks, micro-batches, updates and the window of a log line."""
+
+
+def add_values(metrics: MutableMapping[str, list[float]], values: Mapping[str, float]) -> None:
+    """Add a value to each of TRL's metrics, in its `_metrics["train"]` or `_metrics["eval"]`."""
+    for name, value in values.items():
+        metrics[name].append(value)
 
 
 def reduce_window(values: MutableMapping[str, list[float]]) -> None:

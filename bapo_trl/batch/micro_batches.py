@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from ..losses import LOSSES
 from .filler_rows import LossScale, scale_without_fillers
 from .layout import MicroBatch, lay_out, measure, plan, scoring_chunks, update_starts
 from .policy_loss import FORWARD_KEYS
 from .samples import unknown_keys
+from .scoring import padding_counts
 from .update_means import OF_TOKENS, average_update
 
 
@@ -22,26 +23,42 @@ LAYOUT_METRICS = ("bapo/masked_share", "padding/computed", "padding/skipped")
 
 class MicroBatches:
     """
-    Lay out TRL's buffer for each pass, and collect the numbers of the current update's micro-batches.
-
-    `settings` is a [`~bapo_config.BAPOConfig`]. `loss_parts` names the parts of the trainer's loss besides the policy
-    loss: "kl", "entropy" (a bonus or a quantile) and "router". `say` prints a line, on one rank. Set
-    `keeps_prompt_padding` where padding before a prompt changes what the model computes.
+    Lay out TRL's buffer for each pass of a run, and collect the numbers of the current update's micro-batches.
 
     Invariant: an update has the samples that it has in TRL's layout, less those that are skipped.
     """
 
-    def __init__(self, settings: Any, accelerator: Accelerator, loss_parts: Sequence[str], say: Callable[[str], None]):
-        self._settings, self._accelerator, self._say = settings, accelerator, say
+    def __init__(self, trainer: Any):
+        settings = self._settings = trainer.args
+        self._accelerator = trainer.accelerator
+        parts = {
+            "kl": trainer.beta != 0,
+            "entropy": trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1,
+            "router": trainer.aux_loss_enabled,
+        }
+        loss_parts = [name for name, is_there in parts.items() if is_there]  # besides the policy loss
         self.layout, self._skips = settings.micro_batch_layout, settings.skip_zero_advantage and not loss_parts
-        self.keeps_prompt_padding = False
+        is_mixed = settings.uses_replay or settings.uses_partial_rollouts
+        needs_probe = (self.layout != "padded" or is_mixed) and not trainer._is_vlm
+        self._padding_counts = partial(padding_counts, trainer) if needs_probe else None
+        self._keeps_prompt_padding = False
         self._buffer: list[dict[str, Any]] | None = None  # that is laid out
         self._planned: list[MicroBatch] = []  # at each position of the buffer
         self._has_token_advantages = False
-        self._scale = LossScale()  # of the current update
+        self._of_update = LossScale()  # factors of the current update
+        self.scale = LossScale()  # of the micro-batch that was taken last
         self._update: list[MicroBatch] = []  # of which a loss was computed in the current update
         self._reason: str | None = None  # why samples can't be rearranged, until it is said
         self._trim_if(why_trimmed(settings, loss_parts))
+
+    @property
+    def keeps_prompt_padding(self) -> bool:
+        """Whether prompts keep TRL's padding, as the model counts it."""
+        # Not before a generation has sent the weights: a forward pass leaves some that FSDP2 cannot send
+        probe, self._padding_counts = self._padding_counts, None
+        if probe is not None:
+            self._keeps_prompt_padding = probe()
+        return self._keeps_prompt_padding
 
     def is_laid_out(self, buffer: Any) -> bool:
         """Return whether this is the buffer that was laid out last."""
@@ -87,7 +104,7 @@ class MicroBatches:
             return
         left = settings.micro_batches_per_generation - step % settings.micro_batches_per_generation
         places = [(step + i) % settings.steps_per_generation for i in range(min(count, left))]
-        self._scale = scale_without_fillers(
+        self._of_update = scale_without_fillers(
             [self._planned[place] for place in places],
             count - len(places),
             settings.per_device_train_batch_size,
@@ -97,11 +114,12 @@ class MicroBatches:
 
     def take(self, step: int) -> LossScale:
         """Add micro-batch `step` of the run to the current update; return the factors of its loss."""
-        if not self._planned:  # a loss without a buffer, of a batch from elsewhere
-            return self._scale
-        planned = self._planned[step % self._settings.steps_per_generation]
-        self._update.append(planned)
-        return self._scale.times(planned.factor)
+        self.scale = self._of_update
+        if self._planned:  # else a loss without a buffer, of a batch from elsewhere
+            planned = self._planned[step % self._settings.steps_per_generation]
+            self._update.append(planned)
+            self.scale = self._of_update.times(planned.factor)
+        return self.scale
 
     @property
     def num_tokens(self) -> int:
@@ -182,24 +200,15 @@ class MicroBatches:
             self._skips = False
             self._trim_if(reason or "samples of another rank have images or other values")
         if self._reason is not None:
-            self._say(f"Micro-batches are cut to their longest sample, but not balanced: {self._reason}.")
+            self._accelerator.print(
+                f"Micro-batches are cut to their longest sample, but not balanced: {self._reason}."
+            )
             self._reason = None
         return measures[..., :-1]
 
     def _trim_if(self, reason: str | None) -> None:
         if reason is not None and self.layout == "balanced":
             self.layout, self._reason = "trimmed", reason
-
-
-def make_micro_batches(trainer: Any) -> MicroBatches:
-    """Return the micro-batches of a run."""
-    parts = {
-        "kl": trainer.beta != 0,
-        "entropy": trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1,
-        "router": trainer.aux_loss_enabled,
-    }
-    of_loss = [name for name, is_there in parts.items() if is_there]
-    return MicroBatches(trainer.args, trainer.accelerator, of_loss, trainer.accelerator.print)
 
 
 def why_in_place(batch: Mapping[str, Any]) -> str | None:

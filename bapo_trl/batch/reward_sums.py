@@ -12,41 +12,17 @@ def weighted_sums(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torc
     return (rewards_per_func * weights).nansum(dim=1).where(is_scored, torch.nan)
 
 
-def overflowing_groups(
-    rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, scale: str, summed_first: bool
-) -> torch.Tensor:
-    """
-    Find the samples whose advantages would be 0 or undefined, because their mean or divisor overflows float32.
-
-    The rewards are finite, `(B, F)`, with the samples sorted by group; the weights are `(F,)`; `scale` is TRL's
-    `scale_rewards`. `summed_first` says whether the functions are summed before the groups are scaled. The result is
-    boolean, `(B,)`, and the same for all samples of a group, or of the batch if `scale` is "batch".
-    """
-    values = weighted_sums(rewards_per_func, weights).unsqueeze(1) if summed_first else rewards_per_func
-    size = len(values) if scale == "batch" and summed_first else num_generations
-    groups = values.view(-1, size, values.shape[1])  # (groups, G, 1 or F)
-    mean = groups.nanmean(dim=1, keepdim=True)
-    overflows = groups.isinf().any(dim=1) | mean.isinf().squeeze(1)
-    if scale != "none" or not summed_first:
-        number = (~groups.isnan()).sum(dim=1)
-        overflows |= ((groups - mean).square().nanmean(dim=1) * (number / (number - 1))).isinf() & (number > 1)
-    return overflows.any(dim=1).repeat_interleave(size)
-
-
 def zero_advantage_rows(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, summed_first: bool = True
 ) -> torch.Tensor:
     """
-    Find the samples of zero-advantage groups, in which all completions have the same reward.
+    Find the samples of zero-advantage groups, in which all completions have the same reward; boolean, `(B,)`.
 
-    Rewards are the same if the largest and smallest weighted sum differ by at most 1e-8 (as in TRL's
-    `frac_reward_zero_std`) plus the rounding error of a sum: 4 float32 epsilons for each addend after the first,
-    relative to the addends' magnitudes. Samples without any reward are ignored; a group with fewer than two others has
-    zero advantage. TRL's own difference from the mean is not enough: in float32, the mean of equal numbers is often
-    another number.
-
-    `rewards_per_func` is `(B, F)`, with the samples sorted by group, and `weights` `(F,)`. Without `summed_first`,
-    the rewards of each function must be the same. The result is boolean, `(B,)`, and the same within a group.
+    `rewards_per_func` is `(B, F)`, sorted by group, `weights` `(F,)`. Rewards are the same if the largest and smallest
+    weighted sum (without `summed_first`, the rewards of each function) differ by at most 1e-8, as in TRL's
+    `frac_reward_zero_std`, plus the rounding error of a sum: 4 float32 epsilons for each addend after the first,
+    relative to their magnitudes. TRL's difference from the mean is not enough: in float32, the mean of equal numbers
+    is often another one. Samples without any reward are ignored.
     """
     parts = rewards_per_func * weights
     if summed_first:

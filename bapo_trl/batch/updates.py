@@ -1,7 +1,7 @@
 """Feeds TRL's micro-batches to the clip-bound controller, one optimizer update after the other."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..clip_bounds import ClipBounds, Contributions
 from ..clip_bounds.controller import ClipBoundController
 from ..clip_bounds.grid import SINGLE_POINT
 from ..upstream.forward_passes import has_random_forward
+from .micro_batches import MicroBatches
 from .policy_loss import PolicyLoss
 from .samples import versions_of
 from .scoring import score_ahead
@@ -24,8 +25,15 @@ class BatchUpdates:
     `bounds` is the controller. `update` returns the number of the current update, for messages.
     """
 
-    def __init__(self, settings: Any, accelerator: Accelerator, policy_loss: PolicyLoss, update: Callable[[], int]):
-        self._settings, self._policy_loss = settings, policy_loss
+    def __init__(
+        self,
+        settings: Any,
+        accelerator: Accelerator,
+        policy_loss: PolicyLoss,
+        micro_batches: MicroBatches,
+        update: Callable[[], int],
+    ):
+        self._settings, self._policy_loss, self._micro_batches = settings, policy_loss, micro_batches
         self._sum_ranks = partial(accelerator.reduce, reduction="sum")
         self._buffer: Sequence[Mapping[str, Any]] | None = None  # the buffer that `_totals` belong to
         self._totals: list[Contributions] = []  # total absolute advantages of each micro-batch, of all ranks
@@ -43,6 +51,7 @@ class BatchUpdates:
         If the update spans two generation steps, its bounds are those for its micro-batches of the first one.
         """
         settings = self._settings
+        self._micro_batches.begin_update(step, count)
         if buffer is None:
             self._num_expected = count
             return self.bounds.begin()
@@ -78,13 +87,12 @@ class BatchUpdates:
         entropies: torch.Tensor | None,
         version: int,
         is_last: bool,
-        factor: float,
     ) -> ClipBounds:
         """
         Add a micro-batch, with log-probabilities and entropies `(B, T)` under the policy of this version.
 
-        Returns the bounds to train it with. The advantages in `inputs` are replaced by their weighted values, times a
-        factor.
+        Returns the bounds to train it with. The advantages in `inputs` are replaced by their weighted values, times
+        the factor of the micro-batch.
         """
         self._num_expected -= 1
         if self._num_expected < 0 and self.bounds.carries_over:  # of the second generation step
@@ -95,11 +103,15 @@ class BatchUpdates:
         advantages = tokens.advantages
         if self._settings.negative_weight_min < 1:
             advantages = tokens.balanced_advantages(bounds.negative_weight)
-        inputs["advantages"] = advantages * factor
+        inputs["advantages"] = advantages * self._micro_batches.scale.policy
         return bounds
 
+    def close(self, values: MutableMapping[str, list[float]]) -> dict[str, float]:
+        """End the update: return its metrics, and reduce TRL's `values`, see [`MicroBatches.close`]."""
+        return self._micro_batches.close(values, self.bounds.close())
 
-def make_updates(trainer: Any) -> BatchUpdates:
+
+def make_updates(trainer: Any, micro_batches: MicroBatches) -> BatchUpdates:
     """Return the updates of a run."""
     policy_loss = PolicyLoss(
         trainer.args,
@@ -108,4 +120,5 @@ def make_updates(trainer: Any) -> BatchUpdates:
         entropy_mask=trainer.get_high_entropy_mask,
         is_random=has_random_forward(trainer.model, trainer.neftune_noise_alpha),
     )
-    return BatchUpdates(trainer.args, trainer.accelerator, policy_loss, lambda: trainer.state.global_step + 1)
+    args, accelerator = trainer.args, trainer.accelerator
+    return BatchUpdates(args, accelerator, policy_loss, micro_batches, lambda: trainer.state.global_step + 1)

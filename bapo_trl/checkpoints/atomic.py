@@ -8,20 +8,20 @@ transformers nor an upload to the Hub treats it, or its contents, as a checkpoin
 """
 
 import contextlib
-import errno
 import os
 import shutil
 import uuid
 import warnings
 from collections.abc import Iterator
 
-from accelerate.utils import gather_object
-from safetensors import SafetensorError
+from accelerate.utils import gather_object, is_peft_model
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl import GRPOTrainer
 
 from ..errors import InputError
+from ..inputs.generation_config import check_can_be_saved
 from .adapters import check_adapters, save_adapter_configs
 from .files import (
     MANIFEST,
@@ -40,11 +40,6 @@ from .run_lock import RunLock
 from .stop_signals import is_stopped
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# The messages of these errors in safetensors, and of any write error in torch
-_NO_ROOM_TEXTS = (*map(os.strerror, _NO_ROOM), "iostream error", "file write failed")
-
-
 class AtomicCheckpoints(GRPOTrainer):
     """
     Mixin for atomic checkpoints. It overrides only methods of [`~transformers.Trainer`].
@@ -52,6 +47,8 @@ class AtomicCheckpoints(GRPOTrainer):
     In a save, the parent classes write into `_unfinished-ID`, where their rotation finds just one checkpoint and keeps
     it. Then the mixin renames, rotates and pushes the checkpoint.
     """
+
+    model: PreTrainedModel
 
     _run_id = ""  # of the latest run, the same on all ranks
     _num_saves = 0  # each save has its own folder, since files that cannot be deleted may keep an earlier one
@@ -62,6 +59,8 @@ class AtomicCheckpoints(GRPOTrainer):
     _last_checkpoint: str | None = None  # saved by this run, with more than the model, or resumed from
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if self.args.save_strategy != SaveStrategy.NO and not is_peft_model(self.model):
+            check_can_be_saved(self.model.generation_config)
         with self.locking_output_dir():
             with raising_on_all_ranks():
                 if self.is_local_process_zero():
@@ -227,34 +226,20 @@ def _failing_together(run_dir: str, name: str, fails_alone: bool = False) -> Ite
     try:
         yield
     except Exception as caught:
-        caught.add_note(_explain(caught, run_dir, name))
+        caught.add_note(_explain(run_dir, name))
         if fails_alone:
             raise
         error = caught
     raise_on_all_ranks(error)
 
 
-def _explain(error: Exception, run_dir: str, name: str) -> str:
-    """Return a note on a failed save: the last complete checkpoint, how to resume, and the free disk space."""
+def _explain(run_dir: str, name: str) -> str:
+    """Return a note on a failed save: the last complete checkpoint, and how to resume."""
     before = [each for each in reversed(checkpoint_names(run_dir)) if each != name]
     complete = next((each for each in before if find_defect(os.path.join(run_dir, each)) is None), None)
-    room = ""
-    if _found_no_room(error):
-        usage = shutil.disk_usage(run_dir)
-        room = (
-            f", where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are free. If the disk is full, free "
-            "space for one checkpoint more than `save_total_limit`"
-        )
-    resume = "There is no checkpoint to resume from: start the run again."
-    if complete is not None:
-        continued = "Resume with `resume_from_checkpoint=True` (on the command line, `true`)."
-        resume = f"{complete}, saved before, is complete. {continued}"
-    return f"{name} could not be saved in {run_dir}{room}. {resume}"
-
-
-def _found_no_room(error: Exception) -> bool:
-    """Whether a disk or a quota is full, or a file would be too large for the file system."""
-    return isinstance(error, OSError | RuntimeError | SafetensorError) and any(
-        getattr(each, "errno", None) in _NO_ROOM or any(text in str(each) for text in _NO_ROOM_TEXTS)
-        for each in (error, error.__cause__, error.__context__)
+    if complete is None:
+        return f"{name} could not be saved in {run_dir}. There is no checkpoint to resume from: start the run again."
+    return (
+        f"{name} could not be saved in {run_dir}. {complete}, saved before, is complete: resume with "
+        "`resume_from_checkpoint=True` (on the command line, `true`)."
     )

@@ -11,12 +11,10 @@ import os
 import re
 import shutil
 import warnings
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -30,24 +28,19 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
     """
     Return why a checkpoint is not complete, or `None` if it is complete.
 
-    With a manifest, every file must exist with its size. Without a manifest, as from another trainer,
-    `trainer_state.json` must exist, which transformers writes last, and no file may be truncated. `is_dispensable`
-    says, for the path of a file in the manifest, whether the file may be missing or have another size.
+    With a manifest, every file must exist with its size, but for those that are dispensable, by their paths in the
+    manifest. Without a manifest, as from another trainer, `trainer_state.json` must exist, which transformers writes
+    last.
     """
     folder = Path(folder)
     if not os.path.isdir(folder):  # unlike `Path.is_dir`, this does not raise if access fails
         return "there is no such folder"
     try:
         os.stat(folder / TRAINER_STATE_NAME)  # raises if access fails, unlike functions that return `False`
-        if not os.path.isfile(folder / MANIFEST):
-            defects = _cut_off_files(folder)
-        elif cut_off := [name for name in (MANIFEST, TRAINER_STATE_NAME) if not _is_complete(folder / name)]:
-            defects = [f"{name} is not complete" for name in cut_off]
-        else:
-            defects = _changed_files(folder, is_dispensable)
+        defects = _changed_files(folder, is_dispensable) if os.path.isfile(folder / MANIFEST) else []
     except FileNotFoundError as error:
         return f"{os.path.basename(error.filename)} is missing"
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return f"it cannot be read ({error})"
     return "; ".join(defects) or None
 
@@ -66,32 +59,6 @@ def _changed_files(folder: Path, is_dispensable: Callable[[str], bool]) -> list[
         elif (found := os.path.getsize(folder / name)) != size:
             defects.append(f"{name} has {found} bytes, not {size}")
     return defects
-
-
-def _cut_off_files(folder: Path) -> list[str]:
-    """Return the files that are truncated, and the shards that an index lists and that are missing."""
-    defects = []
-    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
-        name = path.relative_to(folder).as_posix()
-        if not _is_complete(path):
-            defects.append(f"{name} is not complete")
-        elif name.endswith(".index.json"):
-            shards = set(json.loads(path.read_text(encoding="utf-8")).get("weight_map", {}).values())
-            defects += [f"{shard} is missing" for shard in sorted(shards) if not (path.parent / shard).is_file()]
-    return defects
-
-
-def _is_complete(path: Path) -> bool:
-    """Whether a JSON, safetensors or torch file is not truncated; True for any other file."""
-    try:
-        if path.suffix == ".json":
-            json.loads(path.read_text(encoding="utf-8"))
-        elif path.suffix == ".safetensors":
-            with safe_open(path, framework="pt"):
-                pass
-    except (ValueError, RecursionError, SafetensorError):
-        return False
-    return path.suffix not in (".pt", ".pth", ".bin") or zipfile.is_zipfile(path)
 
 
 def left_out_states(folder: str) -> list[str]:

@@ -3,19 +3,18 @@
 from typing import Any
 
 from ..parts import Clock, Part
-from ..phase_clock import PhaseClock
+from ..phase_clock import TimedTrainer
 from ..upstream import fixes
 from .atomic import AtomicCheckpoints
 from .data_place import DataPlace
 from .rank_errors import raising_on_all_ranks
 
 
-class ResumableParts(AtomicCheckpoints):
+class ResumableParts(TimedTrainer, AtomicCheckpoints):
     """Mixin that saves the parts of a trainer in its checkpoints, and resumes from the exact place in the data."""
 
     args: Any
     parts: list[Part]
-    phase_clock: PhaseClock
     first_epoch = 0  # of the run, whose prompts are shuffled as in an uninterrupted one
 
     def __init__(self, *args, **kwargs):
@@ -46,10 +45,6 @@ class ResumableParts(AtomicCheckpoints):
         self._step, self.first_epoch = skipped, epochs
         return epochs, skipped
 
-    def _save_checkpoint(self, *args, **kwargs):
-        with self.phase_clock.pause():
-            super()._save_checkpoint(*args, **kwargs)
-
     def _is_dispensable(self, file):
         return any(part.dispensable(file) for part in self.parts)
 
@@ -65,7 +60,7 @@ class ResumableParts(AtomicCheckpoints):
 
     def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
         fixes.load_onto_numbered_cpus()
-        with fixes.rejecting_another_optimizer(self, checkpoint), fixes.warning_if_rate_differs(self):
+        with fixes.warning_if_rate_differs(self):
             super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is None:
             return

@@ -71,12 +71,11 @@ class ClipBoundController:
         """
         Begin an update, and choose its bounds unless `observe` will.
 
-        The total absolute advantages are the sum of w |A| of each sign over the update's tokens on all ranks. They
-        normalize the update's curves and, without `read_ahead`, rescale the carried-over curves. `read_ahead` returns
-        the tokens of the update's micro-batches on this rank, as their losses will see them: the bounds are searched
-        on these tokens. If it returns none, or neither argument is given, `observe` searches the bounds, on the only
-        micro-batch of the update or on each micro-batch (`search_scope` `"micro_batch"`). If the update will have
-        more micro-batches than both arguments cover (not `is_whole`), call `add_totals` for the others.
+        The total absolute advantages, w |A| of each sign over the update's tokens on all ranks, normalize its curves
+        and, without `read_ahead`, rescale the carried-over curves. `read_ahead` returns the tokens of the update's
+        micro-batches on this rank as their losses will see them, to search on. If it returns none, or neither argument
+        is given, `observe` searches. If the update will have more micro-batches than both arguments cover (not
+        `is_whole`), call `add_totals` for the others.
         """
         self._totals = total_absolute_advantages
         ahead = [] if read_ahead is None else read_ahead()

@@ -28,21 +28,13 @@ _TOKENS_PER_CALL = 1 << 16
 @dataclass(frozen=True)
 class Contributions:
     """
-    Contributions of positive- and negative-advantage tokens to the policy loss, for each bound of the grid.
+    Contributions of positive- and negative-advantage tokens to the policy loss, for each bound; at least 0.
 
     Add the contributions of disjoint sets of tokens on the same grid with `+`.
-
-    Args:
-        positive (`torch.Tensor`):
-            Contribution of the tokens with a positive advantage, shape `(K_high,)`, at least 0, one value for each
-            upper bound.
-        negative (`torch.Tensor`):
-            Size of the contribution of the tokens with a negative advantage, shape `(K_low,)`, at least 0, one value
-            for each lower bound.
     """
 
-    positive: torch.Tensor
-    negative: torch.Tensor
+    positive: torch.Tensor  # `(K_high,)`, for each upper bound
+    negative: torch.Tensor  # size, `(K_low,)`, for each lower bound
 
     def __add__(self, other: "Contributions") -> "Contributions":
         return Contributions(self.positive + other.positive, self.negative + other.negative)
@@ -91,30 +83,19 @@ def contributions(
     the last bits, by the order of addition.
 
     Args:
-        ratio (`torch.Tensor`):
-            Importance ratios, shape `(B, T)`, or `(B, 1)` for sequence-level ratios; at least 0.
-        advantages (`torch.Tensor`):
-            Advantages, shape `(B,)` for one per sample or `(B, T)` for one per token.
-        weights (`torch.Tensor`):
-            Weight that the loss gives each token, shape `(B, T)`, at least 0; 0 for padding.
-        grid (`BoundGrid`):
-            Candidate bounds.
-        measure (`str`, *optional*, defaults to `"gradient"`):
-            `"gradient"` counts the tokens whose gradient passes the clip, `"surrogate"` the value of the clipped
-            term, also of clipped tokens.
-        delta (`float`, *optional*):
-            Cap on the unclipped ratio (TRL's two-sided clipping), at least the highest upper bound. Tokens above it
-            have no gradient; their surrogate value is computed at the cap.
+        ratio (`torch.Tensor`): Importance ratios, at least 0, `(B, T)`, or `(B, 1)` for sequence-level ratios.
+        advantages (`torch.Tensor`): One per sample, `(B,)`, or per token, `(B, T)`.
+        weights (`torch.Tensor`): Weight that the loss gives each token, `(B, T)`, at least 0; 0 for padding.
+        grid ([`BoundGrid`]): Candidate bounds.
+        measure (`str`): `"gradient"` or `"surrogate"`, as in https://huggingface.co/papers/2510.18927, Eq. 8.
+        delta (`float`, *optional*): Cap on the unclipped ratio (TRL's two-sided clipping), at least the highest upper
+            bound. Tokens above it have no gradient; their surrogate value is computed at the cap.
 
     Returns:
-        [`Contributions`]: `.positive` of shape `(K_high,)` and `.negative` of shape `(K_low,)`, float64 where the
-        device has it.
+        [`Contributions`]: float64 where the device has it.
 
     Raises:
         ValueError: If the shapes do not match or `measure` is unknown.
-
-    References:
-        https://huggingface.co/papers/2510.18927, Eq. 8 (the `"surrogate"` measure).
 
     Example:
 

@@ -34,22 +34,7 @@ class BoundGrid:
     Candidate values of both clip bounds, in ratio space.
 
     Each axis holds `start + k * step` for `k = 0 .. floor((max - start) / step)`. An axis may be a single point
-    (`start == max`): that bound is then fixed. Error messages name the fields as [`BAPOConfig`] does (`ratio_` in
-    front).
-
-    Args:
-        lower_start (`float`, *optional*, defaults to `0.6`):
-            Lowest lower bound, where each search starts. In (0, 1].
-        lower_max (`float`, *optional*, defaults to `0.9`):
-            Highest lower bound. In [`lower_start`, 1].
-        lower_step (`float`, *optional*, defaults to `0.02`):
-            Step of the lower bound, `> 0`.
-        upper_start (`float`, *optional*, defaults to `1.2`):
-            Lowest upper bound, where each search starts. At least 1.
-        upper_max (`float`, *optional*, defaults to `3.0`):
-            Highest upper bound. At least `upper_start`.
-        upper_step (`float`, *optional*, defaults to `0.05`):
-            Step of the upper bound, `> 0`.
+    (`start == max`): that bound is then fixed. The fields are those of [`BAPOConfig`] without `ratio_` in front.
 
     Raises:
         ValueError: If a value is not finite, a start lies above its maximum, a step is not positive or makes more than

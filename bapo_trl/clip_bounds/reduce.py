@@ -12,15 +12,6 @@ class DistributedSums:
     Named numbers to be summed, and named numbers whose maximum is taken. Each has one element.
 
     Combine micro-batches with `+` and ranks with `over_ranks`. Only `numbers` synchronizes with the host.
-
-    Example:
-
-    ```python
-    >>> first, second = DistributedSums({"tokens": 3}, {"longest": 2}), DistributedSums({"tokens": 4}, {"longest": 1})
-    >>> (first + second).numbers()
-    {'tokens': 7, 'longest': 2}
-
-    ```
     """
 
     sums: Mapping[str, torch.Tensor | float]

@@ -22,34 +22,15 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """
-    Result of one search. All fields are 0-dim tensors on the device of the contributions.
+    """Result of one search. All fields are 0-dim tensors on the device of the contributions."""
 
-    Args:
-        low (`torch.Tensor`):
-            Lower clip bound in ratio space.
-        high (`torch.Tensor`):
-            Upper clip bound in ratio space.
-        positive_share (`torch.Tensor`):
-            Positive contribution `P / (P + w N)` under the chosen bounds and weight `w`, in [0, 1]; NaN if no token
-            contributes.
-        initial_positive_share (`torch.Tensor`):
-            Positive contribution under the start bounds, with negative tokens at full weight.
-        target_met (`torch.Tensor`):
-            Boolean, whether `positive_share` reached the target, less 1e-3.
-        steps (`torch.Tensor`):
-            Integer, number of times a bound moved.
-        negative_weight (`torch.Tensor`):
-            Weight of the negative tokens in the policy loss, in (0, 1]; 1 where the bounds alone reach the target.
-    """
-
-    low: torch.Tensor
+    low: torch.Tensor  # clip bounds, in ratio space
     high: torch.Tensor
-    positive_share: torch.Tensor
-    initial_positive_share: torch.Tensor
-    target_met: torch.Tensor
-    steps: torch.Tensor
-    negative_weight: torch.Tensor
+    positive_share: torch.Tensor  # `P / (P + w N)` under these bounds and the weight `w`; NaN if no token contributes
+    initial_positive_share: torch.Tensor  # the same under the start bounds, with negative tokens at full weight
+    target_met: torch.Tensor  # boolean: whether `positive_share` reached the target, less 1e-3
+    steps: torch.Tensor  # integer: number of times a bound moved
+    negative_weight: torch.Tensor  # of negative tokens in the policy loss, in (0, 1]
 
 
 def search_bounds(
@@ -72,19 +53,11 @@ def search_bounds(
     `P / (P + w N) = target`. It is limited to [`negative_weight_min`, 1]: the minimum if `P = 0`, 1 if `N = 0`.
 
     Args:
-        contributions ([`Contributions`]):
-            Curves on `grid`, summed over all tokens of the update.
-        grid ([`BoundGrid`]):
-            Candidate bounds.
-        target (`float`):
-            Fraction of the policy loss that should come from positive tokens, in (0, 1].
-        order (`str`, *optional*, defaults to `"upper_first"`):
-            `"upper_first"` raises the upper bound to its maximum before the lower bound, `"lower_first"` the reverse.
-        negative_weight_min (`float`, *optional*, defaults to `1.0`):
-            Smallest weight of negative tokens, in (0, 1]. With 1, they always keep full weight, as in the paper.
-
-    Returns:
-        [`ClipBounds`]: 0-dim tensors on the device of the contributions; nothing is read back to the host.
+        contributions ([`Contributions`]): Curves on `grid`, summed over all tokens of the update.
+        grid ([`BoundGrid`]): Candidate bounds.
+        target (`float`): Fraction of the policy loss that should come from positive tokens, in (0, 1].
+        order (`str`): `"upper_first"` or `"lower_first"`: which bound moves to its maximum before the other.
+        negative_weight_min (`float`): Smallest weight of negative tokens, in (0, 1]; 1 as in the paper.
 
     Raises:
         ValueError: If `order` is unknown, `target` or `negative_weight_min` is outside (0, 1] or the curves have

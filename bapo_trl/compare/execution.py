@@ -122,12 +122,6 @@ def environments(study: Study, jobs: int) -> list[dict[str, str]]:
     devices = [] if all(_is_true(each.get("use_cpu")) for each in settings) else _visible_devices()
     if not devices:
         return [environment] * jobs
-    launch = study.launch()
-    if launch is not None and launch.gpu_ids not in (None, "all"):
-        raise InputError(
-            f"`gpu_ids` of {study.accelerate} is {launch.gpu_ids}, but the {jobs} runs of `--jobs` would share these "
-            "GPUs: set `gpu_ids` to 'all' there, and set CUDA_VISIBLE_DEVICES to the GPUs of the study."
-        )
     if processes > 1 and len(devices) < jobs * processes:
         raise InputError(
             f"`--jobs` is {jobs}, and each run takes {processes} GPUs (`accelerate` {study.accelerate}): together "

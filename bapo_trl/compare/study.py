@@ -71,18 +71,13 @@ class Study:
         settings = [dict(zip(self.sweep, values, strict=True)) for values in itertools.product(*self.sweep.values())]
         return [self._run(seed, sweep, arm) for seed in self.seeds for sweep in settings for arm in self.arms]
 
-    def launch(self) -> Any:
-        """Return the arguments of `accelerate launch` for a run; `None` without a configuration."""
-        if self.accelerate is None:
-            return None
-        from ..script.launcher import launch_of  # imports accelerate
-
-        return launch_of(self.accelerate)
-
     def processes(self) -> int:
         """Return the number of processes of a run."""
-        launch = self.launch()
-        return 1 if launch is None else launch.num_processes or 1
+        if self.accelerate is None:
+            return 1
+        from ..script.launcher import launch_of  # imports accelerate
+
+        return launch_of(self.accelerate).num_processes or 1
 
     def _run(self, seed: int, sweep: dict[str, Any], arm: str) -> Run:
         measured = {

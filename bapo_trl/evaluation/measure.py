@@ -29,21 +29,11 @@ _SAMPLING_SETTINGS = (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """
-    Results of an evaluation.
+    """Results of an evaluation."""
 
-    Attributes:
-        accuracies (`dict[str, Estimate]`):
-            avg@k, pass@k and maj@k, each with `mean` and standard `error`. Empty if no prompt has a reward.
-        metrics (`dict[str, float]`):
-            Mean rewards and completion lengths, under the names of TRL without a prefix.
-        num_prompts (`int`):
-            Number of prompts with a reward.
-    """
-
-    accuracies: dict[str, Estimate]
-    metrics: dict[str, float]
-    num_prompts: int
+    accuracies: dict[str, Estimate]  # avg@k, pass@k and maj@k; empty if no prompt has a reward
+    metrics: dict[str, float]  # mean rewards and completion lengths, under the names of TRL without a prefix
+    num_prompts: int  # with a reward
 
     def as_results(self, prefix: str) -> dict[str, float]:
         """Return all values by name, with `PREFIX_` in front; standard errors are named `PREFIX_NAME_stderr`."""

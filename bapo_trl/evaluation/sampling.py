@@ -16,7 +16,8 @@ from trl.data_utils import prepare_multimodal_messages
 from ..bapo_trainer import BAPOTrainer
 from ..checkpoints.atomic import AtomicCheckpoints
 from ..checkpoints.rank_errors import on_main_process
-from ..phase_clock import PhaseClock
+from ..parts import Part
+from ..phase_clock import TimedTrainer
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
 from .answers import Text
 
@@ -141,47 +142,36 @@ class SamplesCompletions(GRPOTrainer):
         ]
 
 
+class Accuracies(Part):
+    """Accuracies of an evaluation during training."""
+
+    def reset(self, run):
+        self._run = run
+
+    def take_rewards(self, rewards_per_func, is_evaluation):
+        if is_evaluation:
+            self._run._log_accuracies(rewards_per_func)
+
+
 class EvaluatedTrainer(SamplesCompletions, BAPOTrainer):
     """[`BAPOTrainer`] with what an evaluation needs."""
 
-    def _log_groups(self, rewards_per_func):
-        if self._row_of is None:
-            super()._log_groups(rewards_per_func)
-        self._log_accuracies(rewards_per_func)
+    def _make_parts(self):
+        return [*super()._make_parts(), Accuracies()]
 
 
-class EvaluatedGRPOTrainer(SamplesCompletions, AtomicCheckpoints):
+class EvaluatedGRPOTrainer(SamplesCompletions, TimedTrainer, AtomicCheckpoints):
     """TRL's [`~trl.GRPOTrainer`] with what an evaluation needs, the `time/*` metrics, and atomic checkpoints."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._clock = PhaseClock(self._log_times)
         parts = {"_prepare_inputs": "other", "_generate": "generation", "_calculate_rewards": "rewards"}
         for name, phase in parts.items():
-            vars(self)[name] = self._clock.timed(getattr(self, name), phase)
-        if self.use_vllm:
-            vllm = self.vllm_generation
-            vars(vllm)["sync_weights"] = self._clock.timed(vllm.sync_weights, "weights")
-
-    def train(self, *args, **kwargs):
-        self._clock.put_last(self)
-        return super().train(*args, **kwargs)
-
-    def _log_times(self, times: Mapping[str, float]) -> None:
-        for name, seconds in times.items():
-            self._metrics["train"][name].append(seconds)
+            vars(self)[name] = self.phase_clock.timed(getattr(self, name), phase)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        with self._clock.phase("training" if torch.is_grad_enabled() else "scoring"):
+        with self.phase_clock.phase("training" if torch.is_grad_enabled() else "scoring"):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-    def evaluation_loop(self, *args, **kwargs):
-        with self._clock.pause():
-            return super().evaluation_loop(*args, **kwargs)
-
-    def _save_checkpoint(self, *args, **kwargs):
-        with self._clock.pause():
-            super()._save_checkpoint(*args, **kwargs)
 
     def _calculate_rewards(self, *args, **kwargs):
         rewards_per_func = super()._calculate_rewards(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import is_peft_model
 
 from ..bapo_config import check_copied, copied_settings
+from ..batch.log_values import add_values
 from ..checkpoints.curves import load_curves, save_curves
 from ..clip_bounds import ClipBounds, Contributions, size_contributions
 from ..clip_bounds.controller import ClipBoundController
@@ -17,13 +18,11 @@ from ..clip_bounds.grid import SINGLE_POINT
 from ..clip_bounds.tokens import PolicyTokens, policy_tokens
 from ..errors import InputError
 from ..paper import PAPER
-from ..phase_clock import PhaseClock
+from ..phase_clock import TimedTrainer
 from ..vllm_server.merged_adapters import AUTOCAST, Types, merging_copies, needs_copies
 from .async_bapo_config import AsyncBAPOConfig
-from .async_grpo_compat import AsyncGRPOTrainer, check_async_trl
+from .async_grpo_compat import AsyncGRPOTrainer
 
-
-check_async_trl()
 
 _UNKNOWN = {"staleness/mean", "staleness/max"}  # unknown here: TRL logs `sample/staleness_*`
 
@@ -45,7 +44,7 @@ def loss_terms(inputs: Mapping[str, torch.Tensor]) -> LossTerms:
     return LossTerms(inputs["token_index"][selected], old_logps, advantages, weight)
 
 
-class AsyncBAPOTrainer(AsyncGRPOTrainer):
+class AsyncBAPOTrainer(TimedTrainer, AsyncGRPOTrainer):
     """
     Experimental trainer for BAPO with asynchronous generation: rollouts continue while the policy is trained.
 
@@ -89,7 +88,6 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
             )
         self._copied_settings = copied_settings(self)
         self._sends_merged_copies = not self._lora_sync and needs_copies(self.model)
-        self._clock = PhaseClock(self._log_values)
         self._start_search()
 
     @property
@@ -98,7 +96,6 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
 
     def train(self, *args, **kwargs):
         check_copied(self, self._copied_settings)
-        self._clock.put_last(self)
         self._start_search()
         return super().train(*args, **kwargs)
 
@@ -120,7 +117,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
 
     def get_batch_samples(self, *args, **kwargs):
         check_copied(self, self._copied_settings)
-        with self._clock.phase("waiting"):  # for the rollout worker's samples
+        with self.phase_clock.phase("waiting"):  # for the rollout worker's samples
             batches, num_items = super().get_batch_samples(*args, **kwargs)
         if batches:
             totals = self._total_absolute_advantages(batches) if self._bounds.carries_over else None
@@ -163,20 +160,12 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         loss = super().compute_loss(forward, inputs, *args, **kwargs)
         if is_last:
             metrics = self._bounds.close()
-            self._log_values({name: metrics[name] for name in metrics.keys() - _UNKNOWN})
+            add_values(self._metrics["train"], {name: metrics[name] for name in metrics.keys() - _UNKNOWN})
         return loss
 
-    def _log_values(self, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._metrics["train"][name].append(value)
-
     def _sync_weight(self, *args, **kwargs):
-        with self._clock.phase("weights"):
+        with self.phase_clock.phase("weights"):
             return super()._sync_weight(*args, **kwargs)
-
-    def _save_checkpoint(self, *args, **kwargs):
-        with self._clock.pause():
-            super()._save_checkpoint(*args, **kwargs)
 
     def _sync_weight_merged(self, *args, **kwargs):
         copies: Any = nullcontext()

@@ -1,26 +1,13 @@
-"""Checks of the optimizer, gradient, tokenizer and padding, for problems that TRL would not report."""
+"""Checks of the optimizer and the gradient, for problems that TRL would not report."""
 
 import math
-import warnings
-from statistics import fmean
 from typing import Any
 
-import torch
 from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from ..batch.scoring import pad_tokens, score_generation
 from ..errors import InputError
-from ..upstream.forward_passes import has_random_forward, in_eval_mode
-from ..upstream.trl_compat import get_config_model_id
-
-
-# Likely text: in half precision, the rounding errors of unlikely tokens exceed the effect of padding
-PROBE = "1+2=3, 2+3=5, 3+4=7, 4+5=9"
-
-# In nats per token. Rounding in half precision changes log-probabilities by up to about 0.1: a KL of 0.1**2 / 2, 0.005
-LARGEST_FIRST_KL = 0.01
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -38,13 +25,6 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
             fix += "configuration without `inference_mode`."
         raise InputError(
             f"Nothing would be trained: none of the model's {len(parameters)} parameters has `requires_grad`. {fix}"
-        )
-    # A layer with a merged adapter does not use the adapter's own weights
-    merged = [module for module in model.modules() if getattr(module, "merged", False)]
-    if trained <= {id(parameter) for module in merged for parameter in module.parameters()}:
-        raise InputError(
-            f"Nothing would be trained: all {len(trained)} parameters with `requires_grad` belong to an adapter that "
-            "is merged into the weights. Unmerge it first, with `PeftModel.unmerge_adapter`."
         )
     if isinstance(optimizer, LayerWiseDummyOptimizer):  # holds one optimizer per parameter, and does not expose them
         return
@@ -74,58 +54,3 @@ def check_gradient(trainer: Any, grad_norm: Any) -> None:
         "saved. Check whether `learning_rate` or `beta` is too high. Resume from a checkpoint or, to change the "
         "learning rate, start a new run with the checkpoint's folder as the model."
     )
-
-
-def warn_if_reference_differs(trainer: Any) -> None:
-    """
-    Warn if the KL to the reference model, of each micro-batch of a run's first update, is not about 0.
-
-    Prompts that are tuned, dropout, and noise on the embeddings make a difference of their own. TRL has loaded the
-    reference from the model's folder; with a new adapter, the reference is the model without it.
-    """
-    model, folder = trainer.model, get_config_model_id(trainer.model.config)
-    configs = model.peft_config.values() if is_peft_model(model) else ()
-    kl = [value for value in trainer._metrics["train"].get("kl", []) if value == value]
-    mean = fmean(kl) if kl else 0.0
-    differs = any(config.is_prompt_learning for config in configs)
-    if mean <= LARGEST_FIRST_KL or differs or has_random_forward(model, trainer.neftune_noise_alpha):
-        return
-    source = f"{folder!r} without the new adapter" if trainer.ref_model is None else f"loaded from {folder!r}"
-    warnings.warn(
-        f"The KL between policy and reference model is {mean:.3g} at the first update, not about 0: the reference "
-        f"model, {source}, is not the model that is trained. The KL penalty (`beta`) pulls the policy towards it. If "
-        "you merged an adapter or trained the model in memory, save it with `save_pretrained`, and load it from that "
-        "folder."
-    )
-
-
-def padding_counts(trainer: Any) -> bool:
-    """
-    Return whether padding before a prompt changes log-probabilities. All ranks make this call.
-
-    Warns of it if samples are trained with other padding than they were scored with.
-    """
-    model, tokenizer = trainer.model, trainer._tokenizer
-    tokens = tokenizer(PROBE)["input_ids"][:17]  # fits a small window
-    if len(tokens) < 9:  # a vocabulary without digits
-        tokens = [token % len(tokenizer) for token in range(17)]
-    row = pad_tokens(trainer, [tokens[:1]], [tokens[1:]])
-    padding = torch.full_like(row["completion_ids"][:, :8], tokenizer.pad_token_id)
-    padded = row | {
-        "prompt_ids": torch.cat([padding, row["prompt_ids"]], dim=1),
-        "prompt_mask": torch.cat([torch.zeros_like(padding), row["prompt_mask"]], dim=1),
-    }
-    with in_eval_mode(model):  # without dropout
-        alone, beside = score_generation(trainer, row), score_generation(trainer, padded)
-    is_float32 = model.dtype == torch.float32 and trainer.accelerator.mixed_precision == "no"
-    rounding = 0.01 if is_float32 else 0.1  # nats per token; half precision rounds logits to about 0.1
-    counts = bool((alone - beside).abs().mean() > rounding)
-    args = trainer.args
-    if counts and trainer.accelerator.is_main_process and (args.uses_replay or args.uses_partial_rollouts):
-        warnings.warn(
-            f"The model ({model.config.model_type}) does not take positions from the attention mask: the "
-            "log-probabilities of a sample depend on the padding before it. Samples from a replay buffer or from "
-            "partial rollouts are trained with different padding than they were scored with, so their importance "
-            "ratios are wrong. Use a model with relative positions, or prompts of equal length."
-        )
-    return counts

@@ -3,20 +3,54 @@
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.trainer_utils import has_length
 
-from ..batch.reward_sums import overflowing_groups
+from ..batch.reward_sums import best_of_k
 from ..errors import InputError
+from ..parts import Part
 from ..upstream.trl_compat import is_async_callable
 from .prompt_checks import start_of
 
 
 _FIX = "return a finite number for each completion, or None where the function does not apply"
+
+
+class CheckedRewards(Part):
+    """The rewards of a trainer, checked, and passed on to its parts. The best of each evaluated group is logged."""
+
+    def reset(self, run):
+        self._run, self._rows_left = run, sys.maxsize  # of an evaluation, over all ranks
+        vars(run)["_calculate_rewards"] = self._calculate  # which TRL calls, whatever a subclass overrides
+
+    def before_evaluation(self, dataloader):
+        rows = dataloader.dataset
+        self._rows_left = len(rows) * self._run.num_generations_eval if has_length(rows) else sys.maxsize
+
+    def _calculate(self, inputs, prompts, completions, *args, **kwargs) -> torch.Tensor:
+        run = self._run
+        with run.phase_clock.phase("rewards"), checking_rewards(run, len(prompts)):
+            rewards_per_func = type(run)._calculate_rewards(run, inputs, prompts, completions, *args, **kwargs)
+        check_rewards(run, rewards_per_func, prompts, completions)
+        counted, is_evaluation = rewards_per_func, not run.model.training
+        if is_evaluation:  # a batch on several ranks is filled with repeats
+            counted = rewards_per_func[: self._rows_left]
+            self._rows_left -= len(counted)
+        for part in run.parts:
+            part.take_rewards(counted, is_evaluation)
+        return rewards_per_func
+
+    def take_rewards(self, rewards_per_func, is_evaluation):
+        count = self._run.num_generations_eval
+        if is_evaluation and count > 1:  # TRL logs the mean
+            best = best_of_k(rewards_per_func, self._run.reward_weights, count)
+            self._run._metrics["eval"][f"reward_best_of_{count}"] += best.tolist()
 
 
 @contextmanager
@@ -72,34 +106,22 @@ def rewards_defect(returned: Any, count: int) -> str | None:
 
 def check_rewards(trainer: Any, rewards_per_func: torch.Tensor, prompts: Sequence[Any], completions: Sequence[Any]):
     """
-    Raise an `InputError`, the same on all ranks, if rewards would give undefined advantages, or none.
+    Raise an `InputError`, the same on all ranks, if a reward is infinite.
 
     `rewards_per_func`, of shape `(B, F)`, covers all ranks, with NaN where a function returned no reward; `prompts`
-    and `completions` cover this rank. An evaluation has no advantages, so there any finite reward passes.
+    and `completions` cover this rank.
     """
-    sizes, fix = rewards_per_func.abs().nan_to_num(nan=0.0, posinf=torch.inf), _FIX
-    if not sizes.isinf().any():
-        if not trainer.model.training:
-            return
-        too_large = overflowing_groups(
-            rewards_per_func,
-            trainer.reward_weights.to(rewards_per_func.device),
-            trainer.num_generations,
-            trainer.scale_rewards,
-            trainer.args.sums_rewards_first,
-        )
-        if not too_large.any():
-            return
-        sizes = sizes * too_large.unsqueeze(1)
-        fix = "the standard deviation of the rewards overflows, and nothing would be learned. Return smaller numbers"
-    row, column = divmod(int(sizes.argmax()), len(trainer.reward_func_names))
+    is_infinite = rewards_per_func.isinf()
+    if not is_infinite.any():
+        return
+    row, column = divmod(int(is_infinite.int().argmax()), len(trainer.reward_func_names))
     rank, position = divmod(row, len(prompts))
     where = f"on rank {rank}"
     if rank == trainer.accelerator.process_index:
         where = f"prompt {start_of(prompts[position])}, completion {start_of(completions[position])}"
     raise InputError(
         f"The reward function `{trainer.reward_func_names[column]}` returned {rewards_per_func[row, column]:g} for "
-        f"sample {position} of {len(prompts)}, {where}: {fix}."
+        f"sample {position} of {len(prompts)}, {where}: {_FIX}."
     )
 
 
@@ -108,14 +130,6 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     Return the names of reward functions, with a number appended to each name that occurs more than once.
 
     TRL logs rewards by name, and would mix the rewards of functions with the same name.
-
-    Example:
-
-    ```python
-    >>> distinct_names(["score", "length", "score", "score_1"])
-    ['score_2', 'length', 'score_3', 'score_1']
-
-    ```
     """
     distinct: list[str] = []
     for name in names:

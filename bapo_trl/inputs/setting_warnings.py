@@ -12,36 +12,24 @@ from .generation_config import FILE
 _WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
-def setting_warnings(config: Any, settings_of_model: Mapping[str, Any] | None = None) -> list[str]:
+def setting_warnings(config: Any, of_model: Mapping[str, Any] | None = None) -> list[str]:
     """
     Return the warnings about a [`BAPOConfig`], in full sentences.
 
-    `settings_of_model` are those of the model's `generation_config` that a generation uses.
+    `of_model` are the settings of the model's `generation_config` that a generation uses.
     """
     messages = []
-    if config.learning_rate == 0:
-        messages.append("`learning_rate` is 0: the weights will not change. Raise it to train, e.g. to 1e-6.")
     if config.biased_settings:
         messages.append(
             f"Samples are drawn with {', '.join(config.biased_settings)}, so the importance ratios are biased: they "
             "compare probabilities of the unmodified policy. Leave these settings neutral for off-policy training."
         )
-    from_model = biased_settings(settings_of_model or {}, config.temperature)
+    from_model = biased_settings(of_model or {}, config.temperature)
     if from_model:
         messages.append(
             f"Samples are drawn with {', '.join(from_model)} from the model's `generation_config`, so the importance "
             "ratios are biased: they compare probabilities of the unmodified policy. Remove these settings from "
             f"{FILE}, or set neutral values in `generation_kwargs`."
-        )
-    if config.has_ratio_cap and config.epsilon_high is None:
-        messages.append(
-            f"`epsilon_high` is not set: `loss_type` '{config.loss_type}' caps every ratio at `epsilon` "
-            f"({config.epsilon}), as TRL does. Set it to a cap above 1, e.g. 5.0."
-        )
-    if config.has_clip_bounds and config.delta is not None and config.delta < config.ratio_upper_max:
-        messages.append(
-            f"`delta` is {config.delta}, below `ratio_upper_max`, which is {config.ratio_upper_max}: `delta` caps all "
-            f"ratios, so the upper clip bound is at most {config.delta}."
         )
     if config.is_always_on_policy and config.has_clip_bounds and config.negative_weight_min == 1:
         messages.append(

@@ -1,12 +1,12 @@
 """Combines fresh samples from TRL's batch with samples from the replay buffer into a batch to train on."""
 
 import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..batch.filler_rows import mark_fillers
+from ..batch.log_values import add_values
 from ..batch.policy_loss import policy_mask
 from ..batch.reward_sums import zero_advantage_rows
 from ..batch.samples import Rows, batch_to_rows, mask_zero_advantages, rows_to_batch, set_num_items
@@ -27,12 +27,9 @@ class ReplayMixer(Part):
     """
     Mix fresh samples with samples from this rank's replay buffer.
 
-    Each draw makes one gather, whatever the buffers contain, so that the ranks stay in step. `log` takes the values of
-    [`REPLAY_METRICS`] of each draw; `latest` has the samples of the latest generation step.
+    Each draw makes one gather, whatever the buffers contain, so that the ranks stay in step. `latest` has the samples
+    of the latest generation step.
     """
-
-    def __init__(self, log: Callable[[Mapping[str, float]], None]):
-        self._log = log
 
     def reset(self, run):
         if run._is_vlm:
@@ -52,8 +49,8 @@ class ReplayMixer(Part):
         self._was_loaded = False
         self._has_zero_advantage: torch.Tensor | None = None  # of the generation's samples on all ranks
 
-    def take_rewards(self, rewards_per_func):
-        if self._settings.replay_zero_advantage:
+    def take_rewards(self, rewards_per_func, is_evaluation):
+        if self._settings.replay_zero_advantage and not is_evaluation:
             weights, count = self._run.reward_weights.to(rewards_per_func.device), self._run.num_generations
             sums_first = self._settings.sums_rewards_first
             self._has_zero_advantage = zero_advantage_rows(rewards_per_func, weights, count, sums_first)
@@ -129,6 +126,7 @@ class ReplayMixer(Part):
         total = sums.numbers()
         total["fraction"] = total["from_buffer"] / total["rows"]
         total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])
-        self._log({name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS})
+        values = {name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS}
+        add_values(self._run._metrics["train"], values)
         self.is_fresh = total["stale"] == 0
         return mark_fillers(batch, drawn.masked) if total["masked"] else batch

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ..bapo_config import BAPOConfig
 from .command import save_report
 from .facts import facts_of
-from .runs import SETTINGS_FILE, Logs, is_of_updates
+from .runs import SETTINGS_FILE, Logs
 
 
 SAVED = (
@@ -41,38 +40,6 @@ OF_THE_SEED = frozenset(
 """Settings in which the seeds of one setting may differ."""
 
 _PAUSE_S = 60.0  # drawing takes seconds, for which the other processes wait
-
-
-class TrainingClock(TrainerCallback):
-    """
-    Callback that adds `clock/wall_s` and `clock/cpu_s` to each log of updates: the seconds of the training so far, and
-    the CPU seconds of this process, without evaluations and saves. A resumed run continues to count.
-    """
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        counted = [log for log in state.log_history if "clock/wall_s" in log]
-        of_earlier = (counted[-1]["clock/wall_s"], counted[-1]["clock/cpu_s"]) if counted else (0.0, 0.0)
-        self._end = self._now()  # of the latest update
-        self._start = self._end - of_earlier
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._end = self._now()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.log_history and is_of_updates(state.log_history[-1]):
-            wall, cpu = (self._end - self._start).round(3).tolist()
-            state.log_history[-1] |= {"clock/wall_s": wall, "clock/cpu_s": cpu}
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        """Leave out the time since the end of the update, or since the last evaluation or save."""
-        now = self._now()
-        self._start, self._end = self._start + now - self._end, now
-
-    on_save = on_evaluate
-
-    @staticmethod
-    def _now() -> np.ndarray:
-        return np.array([time.monotonic(), time.process_time()])
 
 
 class ReportCallback(TrainerCallback):

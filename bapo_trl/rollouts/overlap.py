@@ -2,9 +2,9 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -42,55 +42,68 @@ class Requested:
     logps: list[list[float | None]] | None = None  # of each token, under that policy
 
 
-class OverlappedGeneration:
+class Overlap(Part):
     """
     Completions that are requested one generation step before they are trained on.
 
-    All ranks make the same calls in the same order. `client` is the main process's client, `None` on other ranks; a
-    thread waits for its answer. `tokenize` turns examples of the dataset into prompts. `ask` has TRL generate once
-    for the prompts of all ranks. `sample` sends the weights first, and retries after failures. `refresh` sends the
-    weights, and checks with the given rollouts that the server has loaded them. `is_same_server` returns whether the
-    server is still the one that got the weights, and was not restarted.
+    All ranks make the same calls in the same order. A thread of the main process waits for the server's answer.
+    `refresh` sends the weights, and checks with the given rollouts that the server has loaded them. The server must be
+    up when a run begins.
 
     Invariant: completions that were requested are trained on once, or generated again.
     """
 
-    def __init__(
-        self,
-        client: Any | None,
-        *,
-        tokenize: Callable[[Rows], Prompts],
-        ask: Callable[[Prompts], Completions],
-        sample: Callable[[Prompts], Completions],
-        refresh: Callable[[InjectedRollouts], None],
-        is_same_server: Callable[[], bool],
-    ):
-        self._client, self._tokenize, self._ask, self._sample = client, tokenize, ask, sample
-        self._refresh, self._is_same_server = refresh, is_same_server
+    def __init__(self, refresh: Callable[[InjectedRollouts], None]):
+        self._refresh = refresh
+
+    def reset(self, run):
+        check_token_ids_suffice(run, "overlapped generation", "`overlap_generation` to False")
+        self._run, self._read_ahead = run, None
+        self._client = run.vllm_generation.vllm_client if run.accelerator.is_main_process else None
         self._requested: Requested | None = None
         self._is_restored = False  # whether the request comes from a checkpoint
         self.drop()  # the request of an earlier run
 
-    def take(self, inputs: Rows, next_inputs: Rows | None, version: int, is_next: bool) -> InjectedRollouts:
+    def batches(self, epoch, count, clock):
+        run = self._run
+        if self._read_ahead is None:
+            loader, size = run.callback_handler.train_dataloader, run.args.micro_batches_per_generation
+            epochs = run.first_epoch, run.state.num_train_epochs
+            self._read_ahead = ReadAhead(loader, size, clock.micro_batch, *epochs)
+        num_left = (run.state.max_steps - clock.version - 1) * run.args.gradient_accumulation_steps
+        taken = self._read_ahead.take(epoch, clock.micro_batch, count, num_left)
+        if self._read_ahead.has_skipped:
+            self.drop()
+        return iter(taken)
+
+    def sample(self, rows, clock):
         """
-        Return completions for `inputs`, and request completions for `next_inputs`, `None` in the last generation step.
+        Return completions, and request those of the next generation step.
 
         The returned completions were requested one generation step ago. Without a request, or if it failed, the
-        current policy samples them now. So it does in a run that was resumed within a generation step, where `is_next`
-        is `False`: the request is then for the next generation step.
+        current policy samples them now. So it does in a run that was resumed within a generation step: the restored
+        request is then for the next one.
         """
-        rollouts = self._take(inputs, version, is_next)
-        self._refresh(rollouts)
-        if next_inputs is not None and self._requested is None:
-            self._request(self._tokenize(next_inputs), version)
+        next_rows = self._read_ahead.at(clock.micro_batch - clock.place + self._run.args.micro_batches_per_generation)
+        with self._run.phase_clock.phase("waiting"):
+            rollouts = self._take(rows, clock.version, is_next=clock.place == 0)
+            self._refresh(rollouts)
+            if next_rows is not None and self._requested is None:
+                self._request(self._tokenize(next_rows), clock.version)
         return rollouts
 
+    def _tokenize(self, rows: Rows) -> Prompts:
+        return self._run._tokenize_prompts([row["prompt"] for row in rows])[0]
+
+    def _ask(self, prompt_ids: Prompts) -> Completions:
+        """Have TRL generate once, for the prompts of all ranks."""
+        generate, count = self._run.vllm_generation.generate, self._run.num_generations
+        _, token_ids, logps, _ = generate(prompts=prompt_ids, images=None, num_generations=count)
+        return token_ids, [[values[0] for values in row] for row in logps]
+
     def _request(self, prompt_ids: Prompts, version: int) -> None:
-        if self._client is None:
+        with nullcontext() if self._client is None else self._client.requesting():
             self._ask(prompt_ids)
-        else:
-            with self._client.requesting():
-                self._ask(prompt_ids)
         self._requested = Requested(prompt_ids, version)
 
     def collect(self, limit_s: Callable[[], float | None] = lambda: None) -> bool:
@@ -104,7 +117,7 @@ class OverlappedGeneration:
             return True
         if not on_main_process(lambda: self._client.has_answer(limit_s)):
             return False
-        if not self._is_same_server():
+        if not self._run.server_retries.has_same_server():  # else it was restarted, without the weights
             self.drop()
             return False
         requested.token_ids, requested.logps = self._ask(requested.prompt_ids)
@@ -131,7 +144,8 @@ class OverlappedGeneration:
             requested = None
         if requested is None:
             prompt_ids = self._tokenize(inputs)
-            requested = Requested(prompt_ids, version, *self._sample(prompt_ids))
+            sampled = self._run._generate_single_turn(prompt_ids, None, {}, self._run.num_generations)
+            requested = Requested(prompt_ids, version, *sampled)
         token_ids, logps = requested.token_ids or [], requested.logps or []
         return InjectedRollouts(
             copy.deepcopy(inputs),
@@ -143,15 +157,23 @@ class OverlappedGeneration:
             is_ahead=requested.version < version,
         )
 
+    def before_evaluation(self, dataloader):
+        self.collect()
+
     # Checkpoints
 
-    def save(self, folder: str | Path, rank: int, num_ranks: int, limit_s: Callable[[], float | None]) -> None:
-        """Wait for the requested completions of a rank, and write them into a checkpoint folder."""
+    def save(self, folder, clock):
+        """Wait for the requested completions, and write them."""
+
+        def limit_s() -> float | None:
+            return SIGNAL_WAIT_S if is_stopped(self._run) else None
+
         if self._requested is None:
             return
+        accelerator = self._run.accelerator
         if self.collect(limit_s):
-            FILES.write(folder, rank, num_ranks, asdict(self._requested))
-        elif rank == 0:
+            FILES.write(folder, accelerator.process_index, accelerator.num_processes, asdict(self._requested))
+        elif accelerator.is_main_process:
             seconds = limit_s()
             limit = "" if seconds is None else f" within {seconds:g} seconds"
             warnings.warn(
@@ -159,88 +181,15 @@ class OverlappedGeneration:
                 "run generates them again, with its current weights."
             )
 
-    def load(self, folder: str | Path, rank: int, num_ranks: int) -> None:
-        """Restore the requested completions of a rank from a checkpoint folder, if it has any."""
-
-        def load_state_dict(state: dict[str, Any]) -> None:
-            self._requested, self._is_restored = Requested(**state), True
-
-        FILES.load(folder, rank, num_ranks, load_state_dict, deal_out)
-
-    def keep_if_all_have_them(self) -> None:
-        """Discard the restored completions unless all ranks found theirs. All ranks make this call together."""
-        if not all(gather_object([self._requested is not None])):
-            self.drop()
-
-
-def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
-    """Return one rank's part of the completions that another number of ranks saved: equal parts, in order."""
-    states = list(states)
-    names = ("prompt_ids", "token_ids", "logps")
-    rows = {name: [row for state in states for row in state[name]] for name in names}
-    count = len(rows["prompt_ids"]) // num_ranks
-    part = slice(rank * count, (rank + 1) * count)
-    return {"version": states[0]["version"]} | {name: values[part] for name, values in rows.items()}
-
-
-class Overlap(Part):
-    """
-    Overlapped generation as a part of the trainer. The server must be up when a run begins.
-
-    `refresh` sends the weights, and checks with the given rollouts that the server has loaded them.
-    """
-
-    def __init__(self, refresh: Callable[[InjectedRollouts], None]):
-        self._refresh = refresh
-
-    def reset(self, run):
-        check_token_ids_suffice(run, "overlapped generation", "`overlap_generation` to False")
-        vllm, self._run, self._read_ahead = run.vllm_generation, run, None
-
-        def ask(prompt_ids: Prompts) -> Completions:
-            _, token_ids, logps, _ = vllm.generate(
-                prompts=prompt_ids, images=None, num_generations=run.num_generations
-            )
-            return token_ids, [[values[0] for values in row] for row in logps]
-
-        self._generation = OverlappedGeneration(
-            vllm.vllm_client if run.accelerator.is_main_process else None,
-            tokenize=lambda rows: run._tokenize_prompts([row["prompt"] for row in rows])[0],
-            ask=ask,
-            sample=lambda prompt_ids: run._generate_single_turn(prompt_ids, None, {}, run.num_generations),
-            refresh=self._refresh,
-            is_same_server=run.server_retries.has_same_server,
-        )
-
-    def batches(self, epoch, count, clock):
-        run = self._run
-        if self._read_ahead is None:
-            loader, size = run.callback_handler.train_dataloader, run.args.micro_batches_per_generation
-            epochs = run.first_epoch, run.state.num_train_epochs
-            self._read_ahead = ReadAhead(loader, size, clock.micro_batch, *epochs)
-        num_left = (run.state.max_steps - clock.version - 1) * run.args.gradient_accumulation_steps
-        taken = self._read_ahead.take(epoch, clock.micro_batch, count, num_left)
-        if self._read_ahead.has_skipped:
-            self._generation.drop()
-        return iter(taken)
-
-    def sample(self, rows, clock):
-        next_rows = self._read_ahead.at(clock.micro_batch - clock.place + self._run.args.micro_batches_per_generation)
-        with self._run.phase_clock.phase("waiting"):
-            return self._generation.take(rows, next_rows, clock.version, is_next=clock.place == 0)
-
-    def before_evaluation(self):
-        self._generation.collect()
-
-    def save(self, folder, clock):
-        rank, num_ranks = self._run.accelerator.process_index, self._run.accelerator.num_processes
-        self._generation.save(folder, rank, num_ranks, lambda: SIGNAL_WAIT_S if is_stopped(self._run) else None)
-
     def load(self, folder):
-        self._generation.load(folder, self._run.accelerator.process_index, self._run.accelerator.num_processes)
+        """Restore the requested completions, if the checkpoint has any for as many ranks."""
+        path = FILES.path(folder, self._run.accelerator.process_index, self._run.accelerator.num_processes)
+        if path.exists():
+            self._requested, self._is_restored = Requested(**FILES.read(path)), True
 
     def load_together(self, folder):
-        self._generation.keep_if_all_have_them()
+        if not all(gather_object([self._requested is not None])):
+            self.drop()
 
     def dispensable(self, file):
         return FILES.num_ranks_of(file) is not None

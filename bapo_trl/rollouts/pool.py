@@ -16,7 +16,7 @@ its segments, or at the sampler's context window. A group is *complete* when all
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..checkpoints.rank_files import RankFiles
@@ -263,17 +263,7 @@ def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dic
 
 def _state_of(group: Group) -> dict[str, Any]:
     """Return a copy of a group that can be stored as JSON."""
-    completions = [
-        {
-            "tokens": each.tokens[:],
-            "segments": [segment[:] for segment in each.segments],
-            "logps": each.logps[:],
-            "sampler_logps": each.sampler_logps[:],
-            "has_ended": each.has_ended,
-        }
-        for each in group.completions
-    ]
-    return {**vars(group), "inputs": to_json(group.inputs), "completions": completions}
+    return {**asdict(replace(group, inputs={})), "inputs": to_json(group.inputs)}
 
 
 def _group_of(state: Mapping[str, Any]) -> Group:

@@ -18,7 +18,7 @@ from ..checkpoints.rank_errors import on_main_process
 from ..evaluation.sampling import EvaluatedGRPOTrainer, EvaluatedTrainer
 from ..inputs.generation_config import check_can_be_saved, check_for_partial_rollouts, settings_of_model
 from ..inputs.prompt_checks import check_number_of_prompts
-from ..report.callback import ReportCallback, TrainingClock
+from ..report.callback import ReportCallback
 from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
@@ -138,7 +138,7 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
         if sys.stderr.isatty():
             trainer.add_callback(ProgressBar)
     trainer.add_callback(ReportUntilTheEnd({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
-    trainer.add_callback(TrainingClock())  # after the report, whose time it leaves out
+    trainer.phase_clock.logs_totals = True
     return trainer
 
 

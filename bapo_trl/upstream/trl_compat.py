@@ -43,49 +43,6 @@ def uses_vllm_server(trainer: GRPOTrainer) -> bool:
     return trainer.use_vllm and trainer.vllm_mode == "server"
 
 
-CLIENT_METHODS: Mapping[str, Sequence[str]] = {
-    "_post": ("url",),
-    "check_server": ("total_timeout",),
-    "close_communicator": (),
-    "generate": ("prompts", "features", "n"),
-    "get_server_info": (),
-    "image_features": ("images",),
-    "init_communicator": (),
-    "reset_prefix_cache": (),
-    "update_named_params": ("metadata", "named_params"),
-}
-"""Methods of vLLM's client that the package overrides or calls, as in [`OVERRIDDEN_METHODS`]."""
-
-OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
-    "_calculate_rewards": ("inputs", "prompts", "completions"),
-    "_compute_loss": ("model", "inputs"),
-    "_generate": ("prompts",),
-    "_generate_and_score_completions": ("inputs",),
-    "_generate_single_turn": ("prompt_ids",),
-    "_get_grad_norm": (),
-    "_get_output_dir": (),
-    "_get_per_token_logps_and_entropies": ("model",),
-    "_get_train_sampler": ("dataset",),
-    "_init_training_state": (
-        "max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint"
-    ),
-    "_load_from_checkpoint": ("resume_from_checkpoint",),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_prepare_inputs": ("generation_batch",),
-    "_push_from_checkpoint": ("checkpoint_folder",),
-    "_save_checkpoint": ("model", "trial"),
-    "_save_optimizer_and_scheduler": ("output_dir",),
-    "_tokenize_prompts": ("prompts",),
-    "create_optimizer": ("model",),
-    "evaluation_loop": ("dataloader",),
-    "get_batch_samples": ("epoch_iterator", "num_batches"),
-    "log": ("logs",),
-    "set_initial_training_values": ("args", "dataloader"),
-    "train": ("resume_from_checkpoint",),
-}  # fmt: skip
-"""Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`, with their first parameters: the
-ones that the overrides read."""
-
 CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
     "_calculate_rewards": (5, ()),
     "_generate": (2, ()),
@@ -106,41 +63,46 @@ CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
 """Methods of `GRPOTrainer` that the package calls: number of positional arguments, with `self`, and keywords."""
 
 
-def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
-    """Return the required names and signatures that `trainer_class` lacks; an empty list if there are none."""
-    missing = _missing_overrides(trainer_class, OVERRIDDEN_METHODS)
-    for name, (number, keywords) in CALLED_METHODS.items():
-        missing += _missing_call(trainer_class, name, number, keywords)
-    missing += [f"VLLMClient.{each}" for each in _missing_overrides(VLLMClient, CLIENT_METHODS)]
-    return sorted(set(missing))
+def overridden_methods(own: type, parent: type) -> dict[str, list[str]]:
+    """Return the methods that a class extends by `super()` calls of a parent's, with the parameters that it reads."""
+    methods: dict[str, list[str]] = {}
+    for base in own.__mro__[: own.__mro__.index(parent)]:
+        for name, method in vars(base).items():
+            if inspect.isfunction(method) and {"super", name} <= {*inspect.unwrap(method).__code__.co_names}:
+                parameters = inspect.signature(method).parameters.values()
+                read = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+                methods[name] = max(read, methods.get(name, []), key=len)
+    return methods
 
 
-def _missing_overrides(owner: type, methods: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the methods that are missing or whose parameters do not begin with the given ones."""
+def missing_overrides(own: type, parent: type, among: type | None = None) -> list[str]:
+    """Return the [`overridden_methods`] that a version of the parent, `among`, lacks or whose parameters differ."""
     missing = []
-    for name, read in methods.items():
-        method, names = getattr(owner, name, None), ["self", *read]
+    for name, read in overridden_methods(own, parent).items():
+        method = getattr(among or parent, name, None)
         if not callable(method):
             missing.append(name)
-        elif list(inspect.signature(method).parameters)[: len(names)] != names:
-            missing.append(f"{name}({', '.join(names)}, ...)")
+        elif list(inspect.signature(method).parameters)[: len(read)] != read:
+            missing.append(f"{name}({', '.join(read)}, ...)")
     return missing
 
 
-def _missing_call(owner: type, name: str, number: int, keywords: Sequence[str]) -> list[str]:
-    """Return the name of a called method, in a list, if it is missing or does not accept these arguments."""
-    method = getattr(owner, name, None)
-    if not callable(method):
-        return [name]
-    try:
-        inspect.signature(method).bind(*range(number), **dict.fromkeys(keywords))
-    except TypeError as error:
-        return [f"{name}, as it is called here ({error})"]
-    return []
+def missing_calls(trainer_class: type = GRPOTrainer) -> list[str]:
+    """Return the called methods that `trainer_class` lacks, or that do not accept the arguments."""
+    missing = []
+    for name, (number, keywords) in CALLED_METHODS.items():
+        method = getattr(trainer_class, name, None)
+        if not callable(method):
+            missing.append(name)
+            continue
+        try:
+            inspect.signature(method).bind(*range(number), **dict.fromkeys(keywords))
+        except TypeError as error:
+            missing.append(f"{name}, as it is called here ({error})")
+    return missing
 
 
-def check_trl(trainer_class: type = GRPOTrainer, version: str = trl.__version__) -> None:
-    """Check that `trainer_class` has everything [`BAPOTrainer`] relies on (`ImportError`)."""
-    missing = missing_names(trainer_class)
+def check_trl(missing: Sequence[str], version: str = trl.__version__) -> None:
+    """Raise an `ImportError` that names what TRL lacks, if anything."""
     if missing:
-        raise _missing(", ".join(missing), version)
+        raise _missing(", ".join(sorted({*missing})), version)

@@ -7,7 +7,6 @@ shape that TRL passes on to the other ranks. The trainer then handles the failur
 """
 
 import functools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,19 +17,15 @@ from typing import Any, NamedTuple, TypeVar
 import requests
 import torch
 from requests.adapters import HTTPAdapter
-from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.retry import Retry
-from urllib3.util.wait import wait_for_read
 
-from ..upstream.trl_compat import VLLMClient
+from ..upstream.trl_compat import VLLMClient, check_trl, missing_overrides
 
 
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0  # limit for the server to accept a connection, and to answer a health check
 ENGINE_TIMEOUT_S = 30.0  # limit for the engine behind the server to answer before connecting to it
-PROBE_INTERVAL_S = 10.0  # between two health checks while waiting for an answer
-NUM_PROBES = 30  # failed health checks in a row before giving up; vLLM answers none while it writes a long response
 
 # Errors that may disappear once the server is back, unlike a request that it rejects
 _PASSING = (OSError, torch.distributed.DistError)
@@ -74,18 +69,11 @@ class LimitedAdapter(HTTPAdapter):
     pauses. An interrupted request is not retried, because the server may have processed it.
     """
 
-    def __init__(self, timeout_s: float, is_up: Callable[[], bool]):
-        self._timeout_s, self._is_up = timeout_s, is_up
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
         retries = Retry(3, read=False, status_forcelist=(502, 503, 504), allowed_methods=None, backoff_factor=0.2,
                         raise_on_status=False, respect_retry_after_header=False)  # fmt: skip
         super().__init__(max_retries=retries, pool_maxsize=64)  # as in TRL
-
-    def init_poolmanager(self, *args, **kwargs):
-        super().init_poolmanager(*args, **kwargs)
-        self.poolmanager.pool_classes_by_scheme = {
-            "http": self._watched(HTTPConnectionPool),
-            "https": self._watched(HTTPSConnectionPool),
-        }
 
     def send(self, request, stream=False, timeout=None, verify=True, cert=None, proxies=None):
         """Send a request as `requests` does, within the limit; raise an error for a status of 500 or more."""
@@ -95,22 +83,6 @@ class LimitedAdapter(HTTPAdapter):
         if response.status_code >= 500:
             raise requests.HTTPError(f"status {response.status_code} from {request.url}: {response.text[:1000]}")
         return response
-
-    def _watched(self, pool: type) -> type:
-        is_up = self._is_up
-
-        class WatchedConnection(pool.ConnectionCls):  # type: ignore[name-defined]
-            def getresponse(self):
-                deadline, missed = time.monotonic() + (math.inf if self.timeout is None else self.timeout), 0
-                while not wait_for_read(self.sock, max(0, min(PROBE_INTERVAL_S, deadline - time.monotonic()))):
-                    if time.monotonic() >= deadline:
-                        raise TimeoutError
-                    missed = 0 if is_up() else missed + 1
-                    if missed == NUM_PROBES:
-                        raise ConnectionAbortedError("the server did not answer /health during a request")
-                return super().getresponse()
-
-        return type(pool.__name__, (pool,), {"ConnectionCls": WatchedConnection})
 
 
 WAIT_S = 0.5
@@ -251,7 +223,7 @@ class ServerClient(VLLMClient):
     def check_server(self, total_timeout: float = 0.0, *args, **kwargs):
         """Wait up to `total_timeout` seconds for the server; raise a `ConnectionError` if it is not up by then."""
         for scheme in ("http://", "https://"):  # here, as TRL's constructor calls this method before any other
-            self.session.mount(scheme, LimitedAdapter(self.request_timeout_s, self._is_up))
+            self.session.mount(scheme, LimitedAdapter(self.request_timeout_s))
         try:
             retry_until(time.monotonic() + total_timeout, self.check_health)
         except requests.RequestException as error:
@@ -275,13 +247,6 @@ class ServerClient(VLLMClient):
         """Raise an error if the server is not up."""
         requests.get(f"{self.base_url}/health", timeout=CONNECT_TIMEOUT_S).raise_for_status()
 
-    def _is_up(self) -> bool:
-        try:
-            self.check_health()
-        except requests.RequestException:
-            return False
-        return True
-
     # Over NCCL
 
     def _join_group(self, *args, **kwargs) -> None:
@@ -298,3 +263,6 @@ class ServerClient(VLLMClient):
             if url.endswith("/update_weights") and hasattr(self.communicator, "destroy"):
                 self.communicator.destroy()
             raise
+
+
+check_trl(missing_overrides(ServerClient, VLLMClient))

@@ -1,10 +1,13 @@
 """The proof that a vLLM server samples from the trainer's weights as a part of the trainer."""
 
+from functools import partial
+
 from ..batch.injected import InjectedRollouts
-from ..batch.scoring import pad_tokens
+from ..batch.scoring import pad_tokens, score_completions
 from ..parts import Part
+from ..upstream.trl_compat import uses_vllm_server
 from ..upstream.vllm_weights import has_sent_weights, send_weights
-from .stale_server import StaleServerCheck, make_server_check
+from .stale_server import StaleServerCheck
 
 
 class ServerWeights(Part):
@@ -12,7 +15,10 @@ class ServerWeights(Part):
 
     def reset(self, run):
         self._run = run
-        self._check: StaleServerCheck | None = make_server_check(run)
+        self._check: StaleServerCheck | None = None
+        if uses_vllm_server(run) and not run._is_vlm and run.args.vllm_logp_tolerance is not None:
+            client = run.vllm_generation.vllm_client if run.accelerator.is_main_process else None
+            self._check = StaleServerCheck(run.accelerator, client, partial(score_completions, run))
 
     def refresh(self, rollouts: InjectedRollouts) -> None:
         """Send the weights to the server if it lacks them, and ask it, with overlapped generation."""

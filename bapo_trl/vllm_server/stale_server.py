@@ -10,7 +10,6 @@ small to decide accumulate until they are large enough.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +17,9 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 from ..batch.sampler import sampled_sequences
-from ..batch.scoring import score_completions
 from ..checkpoints.rank_errors import on_main_process
 from ..upstream.forward_passes import in_eval_mode
-from ..upstream.trl_compat import VLLMClient, uses_vllm_server
+from ..upstream.trl_compat import VLLMClient
 
 
 NUM_SAMPLES, MAX_TOKENS = 8, 512  # of the sequence, which consists of the ends of some samples
@@ -176,11 +174,3 @@ class StaleServerCheck:
             return None
         places = zip(self._sequence[1:], choice["prompt_logprobs"][1:], strict=True)
         return torch.tensor([place[str(token)]["logprob"] for token, place in places], dtype=torch.float64)
-
-
-def make_server_check(trainer: Any) -> StaleServerCheck | None:
-    """Return the check of a run; `None` if it is off, or the trainer does not sample from vLLM's server."""
-    if not uses_vllm_server(trainer) or trainer._is_vlm or trainer.args.vllm_logp_tolerance is None:
-        return None
-    client = trainer.vllm_generation.vllm_client if trainer.accelerator.is_main_process else None
-    return StaleServerCheck(trainer.accelerator, client, partial(score_completions, trainer))

@@ -13,9 +13,12 @@ from transformers import TrainerCallback
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.batch.injected import InjectedRollouts
+from bapo_trl.batch.scoring import score
 from bapo_trl.batch.staleness import mean_staleness
 from bapo_trl.checkpoints.stop_signals import StopSignals
+from bapo_trl.parts import Part
 from bapo_trl.upstream.fixes import end_training
+from bapo_trl.vllm_server.comparison import SamplerComparison
 from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.commands import succeeded
 from tests.helpers.failing_server import RUN, ModelServer, client_of
@@ -28,15 +31,21 @@ pytestmark = pytest.mark.trainings
 OVERLAP = {**RUN, "overlap_generation": True, "vllm_logp_tolerance": None, "vllm_request_timeout": 60}
 
 
+class Late(Part):
+    def reset(self, run):
+        self._run = run
+
+    def sample(self, rows, clock):
+        return self._run.late(rows)
+
+
 class OneGenerationLate(BAPOTrainer):
     """The slow, obvious oracle: it waits for each rollout batch, sampled by the weights of the generation before."""
 
     served = None
 
-    def _generate_and_score_completions(self, inputs):
-        if self.model.training:
-            self._injected = self.late(inputs)
-        return super()._generate_and_score_completions(inputs)
+    def _make_parts(self):
+        return [Late(), *(part for part in super()._make_parts() if not isinstance(part, SamplerComparison))]
 
     def late(self, inputs):
         model = self.accelerator.unwrap_model(self.model)
@@ -55,9 +64,6 @@ class OneGenerationLate(BAPOTrainer):
             copy.deepcopy(inputs), prompts, tokens,
             behavior_logps=logps, versions=[[version] * len(row) for row in tokens], sampler_logps=logps,
         )  # fmt: skip
-
-    def _compare_with_sampler(self, *args):
-        pass
 
 
 def run(
@@ -121,10 +127,10 @@ class TakesCurrent(BAPOTrainer):
     """The oracle: before each update, some tokens of its samples get the current policy's log-probabilities."""
 
     def _compute_loss(self, model, inputs):
-        if not self._bounds.is_open:
+        if not self.is_within_update:
             for batch in self._buffered_inputs:
                 batch["reported"] = reported = batch.get("reported", batch["old_per_token_logps"])
-                logps, _ = self._score(batch)
+                logps, _ = score(self, batch)
                 is_odd = batch["completion_ids"] % 2 == 1
                 batch["old_per_token_logps"] = torch.where(is_odd, logps, reported)
         return super()._compute_loss(model, inputs)
