@@ -11,6 +11,7 @@ def facts_of(args: Any) -> dict[str, Any]:
     """
     ends = {"bapo/clip_low": args.bound_grid.lower, "bapo/clip_high": args.bound_grid.upper}
     limits = {metric: round(bounds[-1].item(), 9) for metric, bounds in ends.items() if len(bounds) > 1}
+    starts = [round(bounds[0].item(), 9) for bounds in ends.values()] if limits else None
     if args.is_always_on_policy:
         limits = {}  # the search has no effect
     searches_weight = args.negative_weight_min < 1 and not args.has_constant_weight
@@ -18,6 +19,7 @@ def facts_of(args: Any) -> dict[str, Any]:
     return {
         "method": method_name(args),
         "limits": limits,  # ends of the bounds that are searched
+        "start_bounds": starts,  # of adaptive bounds
         "target": args.positive_contribution_target if limits or searches_weight else None,
         "has_clip_bounds": args.has_clip_bounds,
         "rows_per_generation": args.generation_batch_size,

@@ -18,6 +18,7 @@ ESS_MIN, ESS_OFTEN = 0.3, 0.1  # effective sample size over the number of ratios
 NO_SIGNAL_MAX = 0.7  # of the completions, in groups whose rewards are all equal; DAPO samples these again
 CUT_OFF_MAX = 0.5  # of the completions
 FALL_MAX, FALL_ERRORS = 1 / 3, 2  # of the best accuracy; and so many standard errors, where they are known
+SAME_SHARE = 1e-3  # of the positive contribution, between bounds that make no difference
 LATEST_PART = 0.25  # of the logs, that lines on the present state of a run go by
 FEWEST_LOGS = 2  # for a verdict: a single one may be noise
 
@@ -117,6 +118,26 @@ def _often_below(points: Points, facts: Mapping[str, Any]) -> Found:
     return f"below {ESS_MIN:g} of the samples in {count} of {total} logs; lowest {worst}."
 
 
+def _bounds_change_nothing(logs: Logs, facts: Mapping[str, Any]) -> Points:
+    """Return of each log whether the bounds left the positive contribution, and all ratios lie within their start."""
+    lower, upper = facts["start_bounds"]
+    names = ("bapo/positive_share", "bapo/positive_share_initial", "ratio/min", "ratio/max")
+    logged = [dict(zip(*(part.tolist() for part in logs.points(name)), strict=True)) for name in names]
+    steps = sorted(set.intersection(*map(set, logged)))
+    changes = [
+        abs(share - initial) > SAME_SHARE or smallest < lower or largest > upper
+        for share, initial, smallest, largest in ([each[step] for each in logged] for step in steps)
+    ]
+    return Points(np.array(steps, int), ~np.array(changes, bool))
+
+
+def _without_effect(points: Points, facts: Mapping[str, Any]) -> Found:
+    if not all(points.values):
+        return None
+    lower, upper = facts["start_bounds"]
+    return f"none in {len(points.steps)} of {len(points.steps)} logs: all ratios lie within {lower:g} to {upper:g}."
+
+
 def _no_signal(points: Points, facts: Mapping[str, Any]) -> Found:
     found = _in_the_latest(points, NO_SIGNAL_MAX, "are in groups whose rewards are all equal")
     return f"{found[:-1]}; the first evaluation is 0." if found and facts["at_zero"] else found
@@ -166,6 +187,15 @@ CHECKS = (
             "A lower `learning_rate`.": "",
         },
         needs="has_clip_bounds",  # good runs with VESPO, which weighs such tokens down, have it as well
+    ),
+    Check(
+        "Effect of the clip bounds",
+        "bapo/positive_share_initial",
+        _without_effect,
+        "The policy hardly moves between sampling and training: one update per generation, or a low learning rate.",
+        {"More updates per generation. If few are wanted, TRL's GRPOTrainer is enough.": ""},
+        needs="start_bounds",
+        measure=_bounds_change_nothing,
     ),
     Check(
         "Zero-advantage groups",

@@ -1,4 +1,4 @@
-"""What a run writes of its method."""
+"""What a run writes of its method, and that it is advised nothing else."""
 
 import json
 
@@ -6,6 +6,10 @@ import pytest
 
 from bapo_trl import BAPOConfig
 from bapo_trl.report.facts import facts_of
+from bapo_trl.report.health import examine
+from bapo_trl.report.runs import Logs
+from tests.helpers.toy import toy_trainer
+from tests.report.made_logs import made_logs
 
 
 FIXED = {"ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
@@ -16,12 +20,14 @@ SEQUENCES = {"importance_sampling_level": "sequence"}
 STALE = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
 
 METHODS = [
-    ({}, "BAPO"),
-    ({"ratio_upper_max": 1.2}, "BAPO"),
-    (FIXED, "Fixed bounds 0.6 to 1.2"),
-    (GRPO, "GRPO bounds"),
-    ({**FIXED, **SEQUENCES}, "GSPO, bounds 0.6 to 1.2"),
-    ({"loss_type": "vespo"}, "VESPO"),
+    # settings, name, whether bounds that never have an effect are told
+    ({}, "BAPO", True),
+    ({"ratio_upper_max": 1.2}, "BAPO", True),
+    (FIXED, "Fixed bounds 0.6 to 1.2", False),
+    (GRPO, "GRPO bounds", False),
+    ({**FIXED, **SEQUENCES}, "GSPO, bounds 0.6 to 1.2", False),
+    ({"loss_type": "vespo"}, "VESPO", False),
+    ({"gradient_accumulation_steps": 4}, "BAPO", True),  # ratios are always 1: no bound has an effect
 ]  # fmt: skip
 
 
@@ -34,6 +40,20 @@ def facts(folder, settings) -> dict:
     return json.loads(json.dumps(facts_of(args)))
 
 
-@pytest.mark.parametrize(("settings", "name"), METHODS)
-def test_a_run_is_titled_by_its_method(tmp_path, settings, name):
-    assert facts(tmp_path, settings)["method"] == name
+@pytest.mark.parametrize(("settings", "name", "is_adaptive"), METHODS)
+def test_a_run_is_titled_by_its_method_and_told_that_its_adaptive_bounds_have_no_effect(
+    tmp_path, settings, name, is_adaptive
+):
+    of_run = facts(tmp_path, settings)
+    assert of_run["method"] == name
+    in_vain = {"ratio/min": 1.0, "ratio/max": 1.0, "bapo/positive_share": 0.5, "bapo/positive_share_initial": 0.5}
+    names = [finding.name for finding in examine(Logs(made_logs(**in_vain)), of_run)[1:]]
+    assert names == ["Effect of the clip bounds"] * is_adaptive
+
+
+@pytest.mark.parametrize(("rate", "names"), [(1e-7, ["Effect of the clip bounds"]), (0.05, [])])
+def test_a_training_that_hardly_moves_the_policy_is_told_that_its_bounds_have_no_effect(tmp_path, rate, names):
+    trainer = toy_trainer(tmp_path, **STALE, learning_rate=rate, max_steps=8, logging_steps=2)
+    trainer.train()
+    findings = examine(Logs(trainer.state.log_history), facts_of(trainer.args))
+    assert [finding.name for finding in findings if finding.name == "Effect of the clip bounds"] == names

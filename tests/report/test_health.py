@@ -9,6 +9,8 @@ from tests.report.made_logs import made_logs
 
 
 FACTS = {"has_clip_bounds": True}
+ADAPTIVE = {**FACTS, "start_bounds": [0.6, 1.2]}
+WITHIN = {"ratio/min": 0.6, "ratio/max": 1.2, "bapo/positive_share": 0.4}  # as the initial share
 
 
 def examine(logs: list[dict], facts=FACTS, results=None) -> list[Finding]:
@@ -74,6 +76,20 @@ def test_a_fall_of_the_accuracy_by_a_third_is_told(name):
         assert falls({10: 0.02, 20: 0.01}, **{"eval_avg@4_stderr": 0.01}) == []
     else:  # a third of such a reward is no measure
         assert falls({5: -0.5, 10: 0.1, 20: 0.05}) == []
+
+
+def test_bounds_without_an_effect_are_told():
+    def named(facts=ADAPTIVE, **changes):
+        return [name for name, _ in lines(facts, **{**WITHIN, **changes})]
+
+    assert named() == ["Effect of the clip bounds"]
+    assert lines(ADAPTIVE, **WITHIN)[0][1] == "none in 20 of 20 logs: all ratios lie within 0.6 to 1.2."
+    assert named(FACTS) == []  # fixed bounds
+    assert named(**{"ratio/max": [1.0] * 19 + [1.21]}) == []
+    assert named(**{"ratio/min": [0.59, 1.0]}) == []
+    assert named(**{"bapo/positive_share": [0.4] * 10 + [0.41]}) == []
+    assert named(**{"bapo/positive_share": 0.4 + 1e-7}) == ["Effect of the clip bounds"]  # in float32
+    assert named(**{"bapo/clip_low": 0.9, "bapo/clip_high": 3.0}) == ["Effect of the clip bounds"]  # a search in vain
 
 
 def test_checks_that_could_not_be_made_are_named():
