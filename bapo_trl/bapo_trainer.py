@@ -23,7 +23,7 @@ from .checkpoints.resumable import ResumableParts
 from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.generation_config import settings_of_model
-from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
+from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
 from .inputs.reward_checks import CheckedRewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
 from .paper import PAPER
@@ -101,6 +101,8 @@ class BAPOTrainer(ResumableParts):
         zero = self.args.deepspeed_plugin
         prepare_quantized(self.model, self.is_fsdp_enabled or (zero is not None and zero.zero_stage == 3))
         self._copied_settings = copied_settings(self)
+        if args.log_completions:
+            fixes.replace_what_stdout_cannot_encode()
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._known_logps: list[list[float | None]] | None = None  # set from a generation until TRL scores it
@@ -213,7 +215,9 @@ class BAPOTrainer(ResumableParts):
             return buffer[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
-        clock = self.now()
+        if not self.tools and self.rollout_func is None:  # which may give images of their own
+            check_images(inputs)
+        inputs, clock = fixes.without_missing_images(inputs), self.now()
         if self.model.training:
             given = (part.sample(inputs, clock) for part in self.parts)
             self._injected = next((each for each in given if each is not None), None)
@@ -302,6 +306,8 @@ class BAPOTrainer(ResumableParts):
         if is_training and self.accelerator.sync_gradients:
             self.phase_clock.count(trained=self._micro_batches.num_tokens)
             add_values(self._metrics["train"], self._updates.close(self._metrics["train"]))
+            if self.beta and self.state.global_step == 0 and self.accelerator.is_main_process:
+                checks.warn_if_reference_differs(self)
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):

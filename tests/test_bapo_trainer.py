@@ -375,11 +375,13 @@ def test_ranks_agree_in_an_update_that_spans_two_generations(tmp_path):
         ({"delta": 1.5, "ratio_upper_start": 1.25, "ratio_upper_max": 1.25}, (1.25, 1.25)),  # none above `delta`
     ],
 )
-def test_no_upper_bound_is_above_delta(tmp_path, settings, upper):
+def test_no_upper_bound_is_above_delta(tmp_path, recwarn, settings, upper):
     trainer = trained(tmp_path, **settings, positive_contribution_target=0.9, learning_rate=5e-2, search_scope="batch")
     highs = [log["bapo/clip_high"] for log in training_logs(trainer)]
     assert (min(highs), max(highs)) == pytest.approx(upper)
     assert_logged_shares_are_those_of_the_loss(trainer)
+    warned = [str(warning.message) for warning in recwarn if "`delta` is" in str(warning.message)]
+    assert len(warned) == ("ratio_upper_max" not in settings)
 
 
 # Logs

@@ -47,6 +47,14 @@ def is_rejected(trainer, message: str) -> None:
     assert_same_tensors(weights, trainer.model.state_dict())
 
 
+def test_a_merged_adapter_raises_an_error(saved, tmp_path):
+    model = saved_adapter(saved)
+    model.merge_adapter()
+    is_rejected(toy_trainer(tmp_path, model=model), "all 14 parameters .* `PeftModel.unmerge_adapter`")
+    model.unmerge_adapter()
+    toy_trainer(tmp_path, model=model, reward_funcs=[lambda completions, **_: [1.0] * len(completions)]).train()
+
+
 def no_reward(completions, **kwargs):
     raise AssertionError("completions were sampled")
 

@@ -95,6 +95,21 @@ def test_the_reference_of_a_saved_adapter_is_the_one_that_it_started_from(tmp_pa
 SAVED = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "gradient_checkpointing": True}
 
 
+@pytest.fixture(scope="module")
+def optimized(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimized")
+    for optim in ("adamw_torch", "sgd"):
+        toy_run(folder / optim, optim=optim, **SAVED)
+    return folder
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw_torch", "sgd"), ("sgd", "adamw_torch"), ("sgd", "adafactor")])
+def test_another_optimizer_is_named(optimized, tmp_path, before, after):
+    checkpoint = str(optimized / before / "checkpoint-1")
+    with pytest.raises(InputError, match=f"`optim` is '{after}'.*checkpoint-1 has the state of another"):
+        toy_run(tmp_path, optim=after, resume=checkpoint, **{**SAVED, "max_steps": 2})
+
+
 LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 
 

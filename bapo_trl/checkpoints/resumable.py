@@ -60,7 +60,7 @@ class ResumableParts(TimedTrainer, AtomicCheckpoints):
 
     def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
         fixes.load_onto_numbered_cpus()
-        with fixes.warning_if_rate_differs(self):
+        with fixes.rejecting_another_optimizer(self, checkpoint), fixes.warning_if_rate_differs(self):
             super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is None:
             return

@@ -1,6 +1,8 @@
-"""Checks of the optimizer and the gradient, for problems that TRL would not report."""
+"""Checks of the optimizer and the gradient, for problems that TRL would not report, and of the reference model."""
 
 import math
+import warnings
+from statistics import fmean
 from typing import Any
 
 from accelerate.utils import DistributedType, is_peft_model
@@ -8,6 +10,11 @@ from torch import nn
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import InputError
+from ..upstream.forward_passes import has_random_forward
+from ..upstream.trl_compat import get_config_model_id
+
+
+LARGEST_FIRST_KL = 0.01  # nats per token. Rounding in half precision changes log-probabilities by up to about 0.1
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -25,6 +32,13 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
             fix += "configuration without `inference_mode`."
         raise InputError(
             f"Nothing would be trained: none of the model's {len(parameters)} parameters has `requires_grad`. {fix}"
+        )
+    # A layer with a merged adapter does not use the adapter's own weights
+    merged = [module for module in model.modules() if getattr(module, "merged", False)]
+    if trained <= {id(parameter) for module in merged for parameter in module.parameters()}:
+        raise InputError(
+            f"Nothing would be trained: all {len(trained)} parameters with `requires_grad` belong to an adapter that "
+            "is merged into the weights. Unmerge it first, with `PeftModel.unmerge_adapter`."
         )
     if isinstance(optimizer, LayerWiseDummyOptimizer):  # holds one optimizer per parameter, and does not expose them
         return
@@ -53,4 +67,27 @@ def check_gradient(trainer: Any, grad_norm: Any) -> None:
         f"{trainer.state.global_step + 1}, {'in' if is_late else 'before'} its optimizer step: this update was not "
         "saved. Check whether `learning_rate` or `beta` is too high. Resume from a checkpoint or, to change the "
         "learning rate, start a new run with the checkpoint's folder as the model."
+    )
+
+
+def warn_if_reference_differs(trainer: Any) -> None:
+    """
+    Warn if the KL to the reference model, of each micro-batch of a run's first update, is not about 0.
+
+    Prompts that are tuned, dropout, and noise on the embeddings make a difference of their own. TRL has loaded the
+    reference from the model's folder; with a new adapter, the reference is the model without it.
+    """
+    model, folder = trainer.model, get_config_model_id(trainer.model.config)
+    configs = model.peft_config.values() if is_peft_model(model) else ()
+    kl = [value for value in trainer._metrics["train"].get("kl", []) if value == value]
+    mean = fmean(kl) if kl else 0.0
+    differs = any(config.is_prompt_learning for config in configs)
+    if mean <= LARGEST_FIRST_KL or differs or has_random_forward(model, trainer.neftune_noise_alpha):
+        return
+    source = f"{folder!r} without the new adapter" if trainer.ref_model is None else f"loaded from {folder!r}"
+    warnings.warn(
+        f"The KL between policy and reference model is {mean:.3g} at the first update, not about 0: the reference "
+        f"model, {source}, is not the model that is trained. The KL penalty (`beta`) pulls the policy towards it. If "
+        "you merged an adapter or trained the model in memory, save it with `save_pretrained`, and load it from that "
+        "folder."
     )

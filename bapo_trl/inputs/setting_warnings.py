@@ -31,6 +31,11 @@ def setting_warnings(config: Any, of_model: Mapping[str, Any] | None = None) -> 
             "ratios are biased: they compare probabilities of the unmodified policy. Remove these settings from "
             f"{FILE}, or set neutral values in `generation_kwargs`."
         )
+    if config.has_clip_bounds and config.delta is not None and config.delta < config.ratio_upper_max:
+        messages.append(
+            f"`delta` is {config.delta}, below `ratio_upper_max`, which is {config.ratio_upper_max}: `delta` caps all "
+            f"ratios, so the upper clip bound is at most {config.delta}."
+        )
     if config.is_always_on_policy and config.has_clip_bounds and config.negative_weight_min == 1:
         messages.append(
             "All samples are trained on-policy: the importance ratio is always 1 and no clip bound has any effect. To "

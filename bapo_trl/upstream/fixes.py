@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,10 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.training_args import OptimizerNames
 
+from ..errors import InputError
+from ..inputs.prompt_checks import has_image
 from .trl_compat import RepeatSampler
 
 
@@ -41,6 +45,16 @@ def reset_grpo_state(trainer: Any) -> None:
     trainer._entropy_window_stats = None
     for left in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         left.clear()
+
+
+def replace_what_stdout_cannot_encode() -> None:
+    """
+    Print a replacement for characters that the encoding of stdout lacks.
+
+    With `log_completions`, one such character ends the run. Needed up to TRL 1.16 at least.
+    """
+    if getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def restore_callbacks(trainer: Trainer) -> None:
@@ -81,6 +95,32 @@ def warning_if_rate_differs(trainer: Trainer) -> Iterator[None]:
         warnings.warn(
             f"The resumed run continues with the checkpoint's learning rate {loaded[0]:g}, not `learning_rate` "
             f"{rates[0]:g}. To change the rate, start a new run with the checkpoint's folder as the model."
+        )
+
+
+@contextmanager
+def rejecting_another_optimizer(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
+    """
+    Raise an `InputError` if the checkpoint loaded in this context has the state of another optimizer.
+
+    torch replaces the hyperparameters of an optimizer with the checkpoint's, whatever they are. The first update then
+    fails with a `KeyError`.
+    """
+    if checkpoint is None:
+        yield
+        return
+    needed = set(trainer.optimizer.param_groups[0])
+    yield
+    loaded = set(trainer.optimizer.param_groups[0])
+    if not needed <= loaded:
+        missing, others = (
+            ", ".join(f"`{name}`" for name in sorted(each)) for each in (needed - loaded, loaded - needed)
+        )
+        kind = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__  # accelerate wraps it
+        raise InputError(
+            f"The optimizer is {kind} (`optim` is '{OptimizerNames(trainer.args.optim).value}'), but the checkpoint "
+            f"{checkpoint} has the state of another one, without {missing}{f' and with {others}' if others else ''}. "
+            "Set `optim` as in the run that saved it, or start a new run with the checkpoint's folder as the model."
         )
 
 
@@ -161,3 +201,13 @@ def end_training(trainer: Any) -> None:
     if getattr(trainer, "use_vllm", False) and trainer.vllm_mode == "colocate":
         trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
     trainer.accelerator.end_training()
+
+
+def without_missing_images(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Return the examples of a batch in a form in which TRL notices that no example has an image.
+
+    If the columns `images` and `image` are `None`, TRL 1.16 fails with `KeyError: 'pixel_values'`.
+    """
+    has_columns = not inputs[0].keys().isdisjoint({"images", "image"})
+    return [{**row, "images": []} for row in inputs] if has_columns and not any(map(has_image, inputs)) else inputs

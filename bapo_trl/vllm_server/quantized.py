@@ -20,6 +20,7 @@ from ..upstream.trl_compat import VLLMGeneration
 
 
 _LAYERS = {"Linear4bit": "Params4bit", "Linear8bitLt": "Int8Params"}  # of bitsandbytes, and their weights
+_BYTES = 2  # of a weight in the engine: vLLM holds float32 models in bfloat16 as well
 
 
 def is_quantized(layer: torch.nn.Module) -> bool:
@@ -100,7 +101,7 @@ def prepare_quantized(model: torch.nn.Module, is_sharded: bool) -> None:
 @contextmanager
 def unquantized_engine() -> Iterator[None]:
     """
-    Have TRL make vLLM's engine without quantization.
+    Have TRL make vLLM's engine without quantization, and check that the weights fit.
 
     For a model in 4 bits, TRL would make an engine in 4 bits; in 8 bits, it raises an error. Needed up to TRL 1.16 at
     least.
@@ -110,6 +111,9 @@ def unquantized_engine() -> Iterator[None]:
 
     def init_unquantized(generation: Any) -> None:
         check_stored_model(generation.model)
+        if generation.accelerator.device.type == "cuda":
+            total = torch.cuda.get_device_properties(generation.accelerator.device).total_memory
+            check_engine_memory(generation, total)
         vllm_generation.is_bitsandbytes_available = lambda: False
         init(generation)
 
@@ -124,6 +128,23 @@ def check_stored_model(model: Any) -> None:
     """Raise an `InputError` for a model that is stored quantized, as vLLM would load it."""
     if has_quantized_layers(model):
         check_engine(model, {"quantization": stored_quantization(model.name_or_path)})
+
+
+def check_engine_memory(generation: Any, gpu_memory: int) -> None:
+    """Raise an `InputError` if vLLM's share of a GPU has no room for the full weights of a quantized model."""
+    layers = [layer for layer in generation.model.modules() if is_quantized(layer)]
+    if not layers:
+        return
+    packed = sum(layer.weight.numel() for layer in layers)
+    full = sum(layer.in_features * layer.out_features for layer in layers)
+    needed = _BYTES * (sum(each.numel() for each in generation.model.parameters()) - packed + full)
+    share = needed / generation.tensor_parallel_size / gpu_memory
+    if generation.gpu_memory_utilization <= share:
+        raise InputError(
+            f"`vllm_gpu_memory_utilization` is {generation.gpu_memory_utilization:g}, but vLLM holds the model "
+            f"unquantized: its weights take {share:.2f} of the GPU ({needed / 2**30:.1f} GiB in all). Set it higher, "
+            "to leave room for the cache, use a smaller model, or run vLLM as a server on another GPU."
+        )
 
 
 def engine_config(generation: Any) -> dict[str, Any]:

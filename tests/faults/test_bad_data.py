@@ -12,8 +12,17 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
+from PIL import Image
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
+from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl import BAPOTrainer
+from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.errors import InputError
 from bapo_trl.script.preparation import check_prompts_fit
 from bapo_trl.script.prompts import check_prompts, check_tokenizer
@@ -23,10 +32,12 @@ from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.forked import run_function
 from tests.helpers.script_runs import CHAT_TEMPLATE
 from tests.helpers.toy import (
+    brevity,
     digits_reward,
     opt_model,
     toy_dataset,
     toy_model,
+    toy_run,
     toy_trainer,
     training_logs,
 )  # fmt: skip
@@ -117,6 +128,61 @@ def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
 
 
 # Files
+
+
+IMAGES_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+)
+
+
+def vision_parts():
+    """A small model that takes images, and its processor."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    size = {"height": 8, "width": 8}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size=size, crop_size=size), tokenizer, chat_template=IMAGES_TEMPLATE, patch_size=4,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    )  # fmt: skip
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4,
+    )  # fmt: skip
+    text = toy_model(vocab_size=len(tokenizer)).config
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=processor.image_token_id)
+    return LlavaForConditionalGeneration(config), processor
+
+
+def rows_with_images(kind: str, every: int) -> Dataset:
+    """Prompts of which every second, say, has an image."""
+    image = Image.new("RGB", (8, 8))
+    chats = [[{"role": "user", "content": f"{number}+1="}] for number in range(24)]
+    has_image = [number % every == 0 for number in range(24)]
+    of_rows = {
+        "image": [image if has_one else None for has_one in has_image],
+        "images": [[image] if has_one else [] for has_one in has_image],
+    }
+    return Dataset.from_dict({"prompt": chats, kind: of_rows[kind]})
+
+
+@pytest.mark.trainings
+@pytest.mark.parametrize("kind", ["image", "images"])
+def test_images_of_some_rows_are_rejected_where_trl_would_fail(tmp_path, kind):
+    def run(trainer_class, config_class, every, **settings):
+        model, processor = vision_parts()
+        data = {"train_dataset": rows_with_images(kind, every), "processing_class": processor}
+        toy_run(
+            tmp_path, model, trainer_class, config_class, data, reward_funcs=brevity, max_steps=2,
+            shuffle_dataset=False, **settings,
+        )  # fmt: skip
+
+    run(BAPOTrainer, BAPOConfig, 1)
+    one_prompt = {"per_device_train_batch_size": 3, "steps_per_generation": 1, "gradient_accumulation_steps": 1}
+    run(BAPOTrainer, BAPOConfig, 2, **one_prompt)
+    with pytest.raises(TypeError, match="only a single or a list of entries"):
+        run(GRPOTrainer, GRPOConfig, 2)
+    with pytest.raises(ValueError, match=r"Only some prompts .*'0\+1=.* has one, and .*'1\+1=.* has none.*blank"):
+        run(BAPOTrainer, BAPOConfig, 2)
 
 
 # Tokenizers
