@@ -79,6 +79,7 @@ class BAPOTrainer(ResumableParts):
     _buffered_inputs: Any
     epsilon_low: Any  # a tensor here
     epsilon_high: Any
+    _kinds: tuple[bool, ...] = ()  # of the parts
 
     _tag_names = ["trl", "bapo"]
     _name = "BAPO"
@@ -159,7 +160,9 @@ class BAPOTrainer(ResumableParts):
 
     def _reset_run_state(self) -> None:
         fixes.reset_grpo_state(self)
-        self.parts = self._make_parts()
+        kinds = self.args.uses_partial_rollouts, self.args.overlap_generation, self.args.uses_replay
+        if kinds != self._kinds:  # at first, and where they were changed between two runs
+            self._kinds, self.parts = kinds, self._make_parts()
         self.sampled_by: int | None = None  # policy version that sampled the buffer, on all ranks; `None` if several
         self.update_began = Clock(version=-1)
         if self.server_retries is not None:  # before the rounds, which need its context window
