@@ -79,6 +79,7 @@ class BAPOTrainer(ResumableParts):
     _buffered_inputs: Any
     epsilon_low: Any  # a tensor here
     epsilon_high: Any
+    _kinds: tuple[bool, ...] = ()  # of the parts
 
     _tag_names = ["trl", "bapo"]
     _name = "BAPO"
@@ -161,7 +162,9 @@ class BAPOTrainer(ResumableParts):
 
     def _reset_run_state(self) -> None:
         fixes.reset_grpo_state(self)
-        self.parts = self._make_parts()
+        kinds = self.args.uses_partial_rollouts, self.args.overlap_generation, self.args.uses_replay
+        if kinds != self._kinds:  # at first, and where they were changed between two runs
+            self._kinds, self.parts = kinds, self._make_parts()
         self.sampled_by: int | None = None  # policy version that sampled the buffer, on all ranks; `None` if several
         self.update_began = Clock(version=-1)
         if self.server_retries is not None:  # before the rounds, which need its context window
@@ -203,16 +206,17 @@ class BAPOTrainer(ResumableParts):
             check_copied(self, self._copied_settings)
             clock = self.now()
             if clock.place and clock.begins_pass and self._buffered_inputs:
-                batch = self._mix(None, clock)
-                if batch is not None:
-                    shuffled: Any = shuffle_sequence_dict(batch)  # declared to hold any sequences
-                    self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
+                self._begin_later_pass(clock)
             super()._prepare_inputs(generation_batch, *args, **kwargs)
-            buffer = self._buffered_inputs
-            if not self._micro_batches.is_laid_out(buffer):
-                began, count = self.update_began.micro_batch, self.current_gradient_accumulation_steps
-                self._micro_batches.lay_out(buffer, self._step, began, count)
-            return buffer[self._step % self.args.steps_per_generation]
+            began, count = self.update_began.micro_batch, self.current_gradient_accumulation_steps
+            self._micro_batches.lay_out(self._buffered_inputs, self._step, began, count)
+            return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _begin_later_pass(self, clock: Clock) -> None:
+        batch = self._mix(None, clock)
+        if batch is not None:
+            shuffled: Any = shuffle_sequence_dict(batch)  # declared to hold any sequences
+            self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
         if not self.tools and self.rollout_func is None:  # which may give images of their own
@@ -230,26 +234,25 @@ class BAPOTrainer(ResumableParts):
                 self._injected = self._known_logps = None
         if not self.model.training:
             return batch
-        num_fillers = 0
-        if rollouts is None:
-            batch = attach_version(batch, clock.version)
-            has_ratios_of_1 = not self.args.use_sampler_logps
-            self.sampled_by = clock.version if has_ratios_of_1 else None
-        else:
-            num_fillers = self.args.rows_per_generation - len(rollouts)
-            batch = rollouts.attach_to(batch, self.args.rows_per_generation)
-            self.sampled_by = None
+        num_rows = self.args.rows_per_generation
+        batch = attach_version(batch, clock.version) if rollouts is None else rollouts.attach_to(batch, num_rows)
+        self._set_sampled_by(clock, rollouts is None)
         for part in self.parts:
             add_values(self._metrics["train"], part.check(batch, rollouts))
-        return self._mix(mark_fillers(batch, num_fillers) if num_fillers else batch, clock)
+        if rollouts is not None and len(rollouts) < num_rows:
+            batch = mark_fillers(batch, num_rows - len(rollouts))
+        return self._mix(batch, clock)
 
     def _mix(self, batch, clock: Clock):
         for part in self.parts:
             batch = part.mix(batch, clock)
             if part.is_fresh is not None:
-                has_ratios_of_1 = part.is_fresh and not self.args.use_sampler_logps
-                self.sampled_by = clock.version if has_ratios_of_1 else None
+                self._set_sampled_by(clock, part.is_fresh)
         return batch
+
+    def _set_sampled_by(self, clock: Clock, is_fresh: bool) -> None:
+        has_ratios_of_1 = is_fresh and not self.args.use_sampler_logps
+        self.sampled_by = clock.version if has_ratios_of_1 else None
 
     def _tokenize_prompts(self, prompts, *args, **kwargs):
         if self._injected is not None:  # a chat template that shows the date may give other token ids by now

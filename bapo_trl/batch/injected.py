@@ -3,7 +3,9 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from .samples import attach_rollouts
+import torch
+
+from .samples import pad_logps
 
 
 @dataclass
@@ -29,5 +31,23 @@ class InjectedRollouts:
         return len(self.token_ids)
 
     def attach_to(self, batch: dict[str, Any], num_rows: int) -> dict[str, Any]:
-        """Return TRL's batch with log-probabilities and versions of its tokens; see `attach_rollouts`."""
-        return attach_rollouts(batch, self.behavior_logps, self.versions, num_rows)
+        """
+        Return TRL's batch with log-probabilities and policy versions of its tokens, filled up to `num_rows` samples.
+
+        It has the oldest policy version of each sample and the version of each token. Fillers are fully masked copies.
+        """
+        device, num_tokens = batch["completion_ids"].device, batch["completion_ids"].size(1)
+        of_tokens = [[*row, *row[-1:] * (num_tokens - len(row))] for row in self.versions]
+        batch = {
+            **batch,
+            "old_per_token_logps": pad_logps(self.behavior_logps, num_tokens).to(device),
+            "policy_version": torch.tensor([row[0] for row in self.versions], device=device),
+            "token_versions": torch.tensor(of_tokens, device=device),
+        }
+        rows = torch.arange(num_rows) % len(self)
+        filled = {
+            key: value[rows.to(value.device)] if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in batch.items()
+        }
+        filled["completion_mask"][len(self) :] = 0
+        return filled

@@ -60,16 +60,14 @@ class MicroBatches:
             self._keeps_prompt_padding = probe()
         return self._keeps_prompt_padding
 
-    def is_laid_out(self, buffer: Any) -> bool:
-        """Return whether this is the buffer that was laid out last."""
-        return buffer is self._buffer
-
     def lay_out(self, buffer: list[dict[str, Any]], step: int, begin: int, count: int) -> None:
         """
-        Lay out a new buffer, in place. All ranks make this call together.
+        Lay out a buffer, in place, unless it is the one that was laid out last. All ranks make this call together.
 
         The run is at micro-batch `step`, in an update of `count` micro-batches that began with micro-batch `begin`.
         """
+        if buffer is self._buffer:
+            return
         settings = self._settings
         of_generation = step % settings.micro_batches_per_generation
         starts = update_starts(

@@ -256,31 +256,6 @@ def attach_version(batch: dict[str, torch.Tensor], version: int) -> dict[str, to
     return {**batch, "policy_version": torch.full((len(ids),), version, device=ids.device)}
 
 
-def attach_rollouts(
-    batch: dict[str, Any], logps: Sequence[Sequence[float | None]], versions: Sequence[Sequence[int]], num_rows: int
-) -> dict[str, Any]:
-    """
-    Return TRL's batch with the log-probabilities and policy versions of its tokens, filled up to `num_rows` samples.
-
-    It has the oldest policy version of each sample and the version of each token. Fillers are fully masked copies.
-    """
-    device, num_tokens = batch["completion_ids"].device, batch["completion_ids"].size(1)
-    of_tokens = [[*row, *row[-1:] * (num_tokens - len(row))] for row in versions]
-    batch = {
-        **batch,
-        "old_per_token_logps": pad_logps(logps, num_tokens).to(device),
-        "policy_version": torch.tensor([row[0] for row in versions], device=device),
-        "token_versions": torch.tensor(of_tokens, device=device),
-    }
-    rows = torch.arange(num_rows) % len(versions)
-    filled = {
-        key: value[rows.to(value.device)] if isinstance(value, torch.Tensor) and value.dim() else value
-        for key, value in batch.items()
-    }
-    filled["completion_mask"][len(versions) :] = 0
-    return filled
-
-
 def versions_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the policy versions of TRL's batch: `(B,)`, or `(B, T)` if the tokens of a sample may have several."""
     return batch.get("token_versions", batch["policy_version"])

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 from trl import GRPOConfig
 from trl.trainer import utils as trl_utils
 
@@ -26,13 +25,8 @@ def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
         return None
     threads, dtype = limit_threads(), "bfloat16" if trainer.args.bf16 else "float32"
     support = "" if has_bfloat16() else " (no bfloat16 support)"
-    measures = [
-        f"{str(trainer.model.dtype).removeprefix('torch.')} weights",
-        *(["contiguous input of the frozen output head"] if make_head_input_contiguous(trainer.model) else []),
-        "prompt positions are not scored",
-    ]
+    make_head_input_contiguous(trainer.model)
     score_completions_only()
-    logging.get_logger("transformers.bapo_trl").info(f"CPU: {', '.join(measures)}")  # for `--log_level info`
     return f"CPU: {threads} thread{'s' * (threads > 1)}, {dtype}{support}"
 
 

@@ -64,11 +64,13 @@ CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
 
 
 def overridden_methods(own: type, parent: type) -> dict[str, list[str]]:
-    """Return the methods that a class extends by `super()` calls of a parent's, with the parameters that it reads."""
+    """Return the methods of a parent that a class overrides or calls by `super()`, and the parameters it reads."""
     methods: dict[str, list[str]] = {}
     for base in own.__mro__[: own.__mro__.index(parent)]:
         for name, method in vars(base).items():
-            if inspect.isfunction(method) and {"super", name} <= {*inspect.unwrap(method).__code__.co_names}:
+            if not inspect.isfunction(method):
+                continue
+            if hasattr(parent, name) or {"super", name} <= {*inspect.unwrap(method).__code__.co_names}:
                 parameters = inspect.signature(method).parameters.values()
                 read = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
                 methods[name] = max(read, methods.get(name, []), key=len)
