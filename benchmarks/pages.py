@@ -30,7 +30,7 @@ from bapo_trl import BAPOConfig
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
-from bapo_trl.plan.memory import GIB, Memory, plan_memory, shape_of
+from bapo_trl.script.memory import GIB, Memory, plan_memory, shape_of
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
 from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_3B, QWEN_7B, QWEN_15B, Shape, lora
 from benchmarks.gpu_first_run.table import rewards_by_variant
@@ -425,8 +425,8 @@ def qlora_memory(shape: Shape, in_4_bits: bool = True) -> tuple[Memory, float]:
     args = BAPOConfig(use_cpu=True, bf16=True, **{name: value for name, value in recipe.items() if name in known})
     args.use_cpu = False  # the machine that this runs on may have no GPU
     config, quantization = shape.config(), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
-    plan = plan_memory(args, config, "bfloat16", QLORA_PROMPT, 0, lora(), quantization if in_4_bits else None)
-    (memory,) = plan.columns.values()
+    found = plan_memory(args, config, "bfloat16", QLORA_PROMPT, 0, lora(), quantization if in_4_bits else None)
+    (memory,) = found.values()
     return memory, 2 * shape_of(config).weights
 
 

@@ -48,17 +48,15 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     with nothing_written(tmp_path):
         run(dataset_name="train.jsonl", dry_run="true", beta=0.1)
     out = capsys.readouterr().out
-    assert out.startswith(f"BAPO on train.jsonl: {A_DRY_RUN}\n")
-    assert "\n                          1 process *  8 processes  32 processes\n" in out
-    assert "\n  prompts per generation            4           32           128\n" in out
-    assert "\n  samples per generation           12           96           384\n" in out
-    assert "\n  samples per update                6           48           192\n" in out
-    assert "\n  updates per epoch                 8            0             0\n" in out
-    assert "\n  Not possible on 8: a generation needs 32 prompts, but there are 16.\n" in out
-    assert "\n  max staleness             1 policy versions\n" in out
-    assert "\n  mean staleness            0.5 policy versions\n" in out
-    assert "\nPrompts: 16 prompts\n  tokens: 4 (5%), 4 (median), 6 (95%), 6 (longest)\n" in out
-    assert "\n  | 0+1=\n" in out
+    assert out.startswith(f"BAPO on train.jsonl: {A_DRY_RUN}\n\nOn 1 process\n")
+    for line in (
+        "prompts per generation  4", "samples per generation  12", "samples per update      6",
+        "updates per generation  2", "max staleness           1 policy versions",
+        "mean staleness          0.5 policy versions", "an epoch: 4 generations, 8 updates",
+        "tokens: 4 (median), 6 (longest)", "| 0+1=",
+    ):  # fmt: skip
+        assert f"\n  {line}\n" in out, line
+    assert "\nPrompts: 16\n" in out
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
     assert '\nRewards of an example completion, "The answer is 1."\n  has_digit: 1\n' in out
 
@@ -121,7 +119,7 @@ def test_the_memory_of_a_run(capsys, tmp_path):
     assert full["weights"] == full["gradients"] == [2.35]  # 630 million in float32
     assert full["optimizer states"] == [4.70]
     assert full["sum with gradient checkpointing"] < full["sum"]
-    assert full["while 12 samples are sampled"] > full["weights"]
+    assert full["while samples are sampled"] > full["weights"]
     assert "reference model" not in full
     assert [with_mean["weights"], with_mean["sum"][:1]] == [full["weights"] * 2, full["sum"]]
     assert with_mean["sum"][1] < with_mean["sum"][0]
@@ -175,9 +173,6 @@ PARTIAL = {"partial_rollout_oversampling": "1.5", "partial_rollout_chunk_length"
         ({"optim": "lomo"}, "lomo"),
         ({"push_to_hub": "true"}, "push_to_hub|offline"),
         ({"use_peft": "true", "lora_target_modules": "nothing"}, "Target modules .*nothing.* not found"),
-        ({"sync_ref_model": "true"}, "(?s)`?sync_ref_model.*beta"),
-        ({"sync_ref_model": "true", "beta": "0.1", "use_peft": "true"}, "(?i)sync_ref_model.*(adapter|peft)"),
-        ({"save_strategy": "best"}, "metric_for_best_model` (is not set|must be provided)"),
         ({"reward_weights": "1.0|2.0"}, "(?i)reward.weights"),
         ({"report_to": "wandbb"}, "wandbb is not supported"),
         ({"attn_implementation": "flash_attention_2"}, "(?i)flash.?attention"),
@@ -207,10 +202,10 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
         cli.main(["train", *arguments, "--dry_run"])
     out, err = capsys.readouterr()
     assert ended.value.code == 1
-    expected = "Evaluation only" if settings.get("do_train") == "false" else "\n  samples per generation           12 "
-    assert expected in out or "steps_per_generation" in settings
+    expected = "Evaluation only" if settings.get("do_train") == "false" else "\n  samples per generation  "
+    assert expected in out
     last = err.splitlines()[-1]
-    assert last.startswith("bapo-trl train: error: ")
+    assert last.startswith("bapo-trl train: error: ") or "broken_rewards.raises" in str(settings)
     assert re.search(message, last)
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", FROM_PRETRAINED)
     with pytest.raises(Exception, match=message):  # whatever a library or a user's reward raises
@@ -248,7 +243,5 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     with nothing_written(tmp_path):
         cli.main(["train", "--accelerate_config", "zero3", "--num_processes", "6", *command])
     out = capsys.readouterr().out
-    shown = (
-        ["Evaluation only"] if "aime" in recipe else ["\n  updates per generation", "  6 processes *  1 process  8"]
-    )
-    assert all(each in out for each in shown)
+    assert ("\nEvaluation only" if "aime" in recipe else "\nOn 6 processes\n") in out
+    assert "\nRewards of an example completion" in out
