@@ -13,7 +13,6 @@ from datasets import (
     DatasetDict,
     IterableDataset,
     IterableDatasetDict,
-    Value,
     disable_caching,
     load_dataset,
     load_dataset_builder,
@@ -28,12 +27,11 @@ from trl.scripts.utils import DatasetConfig
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
-from ..report.runs import read_settings
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .command_line import Settings
 from .prompts import GIVEN_TO_REWARDS, TEXT_FOR_CHAT, is_chat, is_prompt
-from .text_files import AsWritten, is_as_written, load_as_written, store_as_written, with_columns
+from .text_files import is_as_written, load_as_written, with_columns
 
 
 Rows: TypeAlias = Dataset | IterableDataset
@@ -95,41 +93,14 @@ def load_data(settings: Settings, task: MadeTask | None = None) -> Data:
 def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
     """Load a dataset mixture as TRL does, but with the same test split on all processes and in all runs."""
     try:
-        mixture = get_dataset(replace(settings, datasets=_with_one_type(settings), test_split_size=None))
+        parts = [replace(part, **_as_arrow_files(part)) for part in settings.datasets]
+        mixture = get_dataset(replace(settings, datasets=parts, test_split_size=None))
     except _LOADING as error:
         named = ", ".join(f"'{part.path}'" for part in settings.datasets)
         raise InputError(f"`datasets` ({named}) could not be loaded: {_reason(error)}") from error
     if settings.test_split_size is None:
         return mixture
     return mixture["train"].train_test_split(test_size=settings.test_split_size, seed=0)
-
-
-def _with_one_type(settings: DatasetMixtureConfig) -> list[DatasetConfig]:
-    """Return the parts of a mixture with the values of files as written, and one type for each column of a file."""
-    found = [_as_arrow_files(part) for part in settings.datasets]
-    parts = [replace(part, **fields) for part, fields in zip(settings.datasets, found, strict=True)]
-    alone = [replace(settings, datasets=[replace(part, fraction=None)], test_split_size=None) for part in parts]
-    rows = [get_dataset(each)["train"] for each in alone]
-    types = [each.features or {} for each in rows]
-    for name in sorted(set().union(*(types[n] for n, fields in enumerate(found) if fields))):
-        having = [n for n, each in enumerate(types) if each.get(name, Value("null")) != Value("null")]
-        is_one = all(types[n][name] == types[having[0]][name] for n in having)
-        for n in [] if is_one else [n for n in having if types[n][name] != AsWritten()]:
-            try:
-                if settings.streaming:
-                    raise TypeError("`streaming` is true")
-                rows[n] = store_as_written(rows[n], name)
-            except TypeError as error:
-                other = next(m for m in having if types[m][name] != types[n][name])
-                a, b = (str(part.data_files or part.path) for part in (settings.datasets[n], settings.datasets[other]))
-                fix = "set `streaming` to false" if settings.streaming else f"store it as text in '{a}'"
-                raise ValueError(
-                    f"the column `{name}` has the type {types[n][name]} in '{a}' and another in '{b}', which cannot "
-                    f"be joined ({error}): {fix}, or leave it out with `columns`."
-                ) from error
-            files = [each["filename"] for each in rows[n].cache_files]
-            parts[n] = replace(parts[n], path="arrow", name=None, data_dir=None, data_files=files, split="train")
-    return parts
 
 
 def _as_arrow_files(part: DatasetConfig) -> dict[str, Any]:
@@ -288,30 +259,15 @@ def format_prompts(
     return with_columns(dataset, formatted, sorted(GIVEN_TO_REWARDS & {prompt, answer}))
 
 
-def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScriptArguments) -> str:
-    """Return the console lines on the kind of the prompts, with notes on possible mistakes in prompts and answers."""
+def prompt_lines(data: Data, processing_class: Any) -> str:
+    """Return the console lines on the kind of the prompts, and on those without an answer."""
     kind = "plain text" if getattr(processing_class, "chat_template", None) is None else TEXT_FOR_CHAT
     lines = [f"Prompts: {'chat messages' if is_chat(data.prompts) else kind}"]
-    if data.train is None:
-        trained = read_settings(Path(model))
-        other = [
-            f"`{name}` {trained[name]!r}, now {getattr(flags, name)!r}"
-            for name in ("prompt_template", "system_prompt")
-            if name in trained and trained[name] != getattr(flags, name)
-        ]
-        if other:
-            lines.append(f"Note: {model} was trained with different prompts: {'; '.join(other)}.")
-    elif isinstance(data.train, Dataset) and "solution" in data.train.column_names:
+    if isinstance(data.train, Dataset) and "solution" in data.train.column_names:
         missing = sum(not gold_texts(answer) for answer in data.train["solution"])
         if missing:
             lines.append(
                 f"Note: {missing} of {len(data.train)} prompts have no `solution`, so rewards that read it give none."
-            )
-        row, columns = data.train[0], flags.answer_column
-        column = _find(row, columns, "answer_column", "dataset") if columns else None
-        if column is not None and _as_answer(_get(row, column), is_as_written(data.train)) != row["solution"]:
-            lines.append(
-                f"Note: rewards read the dataset's column `solution`, not `{column}`: rename it if that is wrong."
             )
     return "\n".join(lines)
 

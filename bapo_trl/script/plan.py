@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets import Dataset
 from huggingface_hub import whoami
 from torch import nn
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, Trainer, TrainerState, TrainingArguments
@@ -36,7 +35,7 @@ from .earlier_run import check_checkpoint, check_start
 from .memory import Sharding, memory_table, plan_memory
 from .models import load_processing_class, merged_folder, merges_alone, parts_of
 from .preparation import Inputs, gather_inputs, init_kwargs_of, load_data_and_rewards, quantization_of
-from .prompts import TEXT_FOR_CHAT, Prompts, check_fit, look_at_prompts, room_of
+from .prompts import TEXT_FOR_CHAT, Prompts, check_fit, look_at_prompts
 
 
 _PROMPT_CHARACTERS = 400
@@ -130,14 +129,13 @@ def _plan_of(
         name, settings, config, dtype = model.config._name_or_path, {}, model.config, model.dtype
         peft_config = peft_config or getattr(model, "active_peft_config", None)
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
-    room = room_of(config.get_text_config(), args)
-    prompts = look_at_prompts(dataset, processing_class, room, args.chat_template_kwargs)
+    prompts = look_at_prompts(dataset, processing_class, config, args)
     yield _prompts(args, prompts, count(args, processes))
-    check_fit(config, processing_class, args, [("train", prompts if isinstance(dataset, Dataset) else None)])
+    check_fit(config, processing_class, args, {"train": dataset})
     if _trains(args) and args.max_completion_length is not None:
         rows = count(args, processes).samples // processes
         of_model = (peft_config, quantization_config, mean_length, sharding or _sharding_of(args, processes))
-        yield memory_table(args, plan_memory(args, config, dtype, prompts.lengths[1.0], rows, *of_model))
+        yield memory_table(args, plan_memory(args, config, dtype, prompts.longest, rows, *of_model))
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     yield _rewards(functions, next(iter(dataset)), processing_class)
 
@@ -183,7 +181,7 @@ def _prompts(args: BAPOConfig, prompts: Prompts, counts: Counts) -> str:
         if not generations:
             raise InputError(f"A generation needs {counts.prompts:g} prompts, but the train dataset has {number}.")
         lines.append(f"  an epoch: {generations} generations, {generations * counts.updates_per_generation:g} updates")
-    lines.append(f"  tokens: {prompts.lengths[0.5]} (median), {prompts.lengths[1.0]} (longest)")
+    lines.append(f"  tokens: {prompts.median} (median), {prompts.longest} (longest)")
     if prompts.room is not None:
         room = f"longest prompt that leaves room for {args.max_completion_length} new tokens: {max(prompts.room, 0)}"
         lines.append(f"  {room}; too long: {prompts.too_long}")
@@ -324,10 +322,6 @@ def _check_as_the_trainer(args: BAPOConfig, inputs: Inputs) -> None:
         raise InputError(
             f"`reward_weights` is {weights}, for {len(functions)} reward functions: give a number for each."
         )
-    if inputs.data.train is not None and args.do_eval:
-        name, revision = inputs.parts[-1]
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-        check_fit(config, inputs.processing_class, args, [("eval", inputs.data.test)])
     model: Any = nn.Linear(1, 1)
     checks: dict[str, Callable] = {
         "report_to": lambda: [tracker() for tracker in get_reporting_integration_callbacks(args.report_to)],

@@ -9,7 +9,7 @@ from time import strftime
 from typing import Any
 
 import torch
-from transformers import ProgressCallback
+from transformers import AutoConfig, ProgressCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
@@ -35,7 +35,7 @@ from .models import (
     load_generation_config,
     load_processing_class,
 )
-from .prompts import check_chat_template, check_fit, check_prompts, check_tokenizer, named_datasets
+from .prompts import check_chat_template, check_fit, check_prompts, check_tokenizer
 from .rewards import resolve_names
 
 
@@ -88,11 +88,9 @@ def gather_inputs(
         check_can_merge(parts)
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     data = format_data(data, script_args, processing_class)
-    on_main_process(lambda: check_prompts(data.prompts, data.test if training_args.do_eval else None))  # reads all
-    if training_args.do_train:
-        check_number_of_prompts(data.train, training_args)
-    for dataset in (data.train, data.test):
-        check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
+    name, revision = parts[-1]  # an adapter has the configuration of its base
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=training_args.trust_remote_code)
+    on_main_process(lambda: _check_data(data, processing_class, config, training_args))  # reads all prompts
     generation_config = load_generation_config(parts, training_args.trust_remote_code)
     of_model = settings_of_model(training_args, generation_config, processing_class)
     if training_args.do_train:
@@ -132,7 +130,6 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
         quantization_config=quantization,
         peft_config=peft_config,
     )
-    check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         if sys.stderr.isatty():
@@ -142,11 +139,15 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
     return trainer
 
 
-def check_prompts_fit(trainer: Any, eval_dataset: Any = None) -> None:
-    """Reject a tokenizer or prompts that do not fit the model, as [`~prompts.check_fit`] does (`InputError`)."""
-    config, processing_class, args = trainer.model.config, trainer.processing_class, trainer.args
-    datasets = named_datasets(trainer.train_dataset, eval_dataset)
-    on_main_process(lambda: check_fit(config, processing_class, args, datasets))  # reads all prompts
+def _check_data(data: Data, processing_class: Any, config: Any, training_args: BAPOConfig) -> None:
+    """Reject prompts and a tokenizer that do not suit each other or the model (`InputError`)."""
+    datasets = {"train": data.train, "eval": data.test}
+    for name, dataset in datasets.items():
+        check_prompts(dataset, name)
+        check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
+    if training_args.do_train:
+        check_number_of_prompts(data.train, training_args)
+    check_fit(config, processing_class, training_args, datasets)
 
 
 def init_kwargs_of(training_args: BAPOConfig, model_args: ModelConfig, revision: str | None) -> dict[str, Any]:

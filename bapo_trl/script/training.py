@@ -66,8 +66,7 @@ def run(settings: Settings) -> None:
         name = "TRL's GRPOTrainer" if script_args.method == TRL else method_name(training_args)
         say(f"{name} on {data.title}")
         say(settings_table(training_args, script_args.method))
-    model = inputs.parts[0][0]
-    say(on_main_process(lambda: prompt_lines(data, trainer.processing_class, model, script_args)))  # reads all rows
+    say(on_main_process(lambda: prompt_lines(data, trainer.processing_class)))  # reads all rows
 
     before = None
     with trainer.locking_output_dir():

@@ -24,8 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.script.preparation import check_prompts_fit
-from bapo_trl.script.prompts import check_prompts, check_tokenizer
+from bapo_trl.script.prompts import check_fit, check_prompts, check_tokenizer
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.fixes import end_training
 from tests.helpers.alike import assert_same_tensors, weights_of
@@ -78,9 +77,7 @@ def stopped(trainer, error: type, message: str) -> None:
 def test_an_invalid_prompt_raises_an_error_with_its_row(prompts, message):
     dataset = Dataset.from_dict({"prompt": prompts})
     with pytest.raises(InputError, match=message):
-        check_prompts(dataset, None)
-    with pytest.raises(InputError, match=message.replace("train", "hard")):
-        check_prompts(toy_dataset(), {"hard": dataset})
+        check_prompts(dataset, "train")
 
 
 @pytest.mark.trainings
@@ -90,11 +87,15 @@ def test_a_stream_that_ends_before_a_generation_is_no_success(tmp_path):
         stopped(trainer, ValueError, "No update was made: the dataset ended before it filled one generation of 24")
 
 
+def check(trainer) -> None:
+    """Check the data of a trainer as the command line does."""
+    datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+    check_fit(trainer.model.config, trainer.processing_class, trainer.args, datasets)
+
+
 def rejected(folder, model, message: str, **settings) -> None:
-    """Check that the command line raises an error for a trainer."""
-    trainer = toy_trainer(folder, model, **settings)
     with pytest.raises(InputError, match=message):
-        check_prompts_fit(trainer, trainer.eval_dataset)
+        check(toy_trainer(folder, model, **settings))
 
 
 TOO_LONG = (
@@ -119,12 +120,12 @@ def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
         ({"eval_dataset": dataset}, {}, "2 of the 43 prompts of the eval dataset"),
         ({"train_dataset": many}, {}, "1 of the 835 prompts .* that were looked at .*the longest, row 1234, has 58"),
         (chat, {}, r"1 of the 12 prompts .* row 11, has 58 tokens"),
-        ({}, {"max_completion_length": 64}, r"`max_completion_length` is 64, but the model's window .* is 64"),
+        ({}, {"max_completion_length": 64}, r"window of 64 .* leaves 0 before .*`max_completion_length` 64"),
     ):
         rejected(tmp_path, opt_model(), message, trainer_args=parts, **settings)
     trainer = toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": dataset})
     with pytest.warns(UserWarning, match=TOO_LONG):  # rotary positions go on
-        check_prompts_fit(trainer)
+        check(trainer)
 
 
 # Files
@@ -200,7 +201,7 @@ def test_tokenizers_that_do_not_suit(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<image>"])
     trainer = toy_trainer(tmp_path, trainer_args={"processing_class": tokenizer}, max_steps=1)
-    check_prompts_fit(trainer)
+    check(trainer)
     assert trainer.train().global_step == 1
 
 

@@ -184,7 +184,7 @@ PARTIAL = {"partial_rollout_oversampling": "1.5", "partial_rollout_chunk_length"
         ({"resume_from_checkpoint": "true"}, "(?i)no (complete|valid) checkpoint"),
         ({"resume_from_checkpoint": "elsewhere/checkpoint-2"}, "elsewhere/checkpoint-2.*there is no such folder"),
         ({**LEARNED, "dataset_name": "long.jsonl"}, "1 of the 4 prompts of the train dataset are too long"),
-        ({**LEARNED, "max_completion_length": "64"}, "`max_completion_length` is 64"),
+        ({**LEARNED, "max_completion_length": "64"}, "`max_completion_length` 64"),
     ],
 )
 def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, message, monkeypatch, tmp_path, capsys):
