@@ -201,7 +201,6 @@ def plan_memory(
     config: Any,
     dtype: Any,
     longest_prompt: int,
-    sampled_rows: int,
     peft_config: Any = None,
     quantization_config: Any = None,
     mean_length: int | None = None,
@@ -210,9 +209,9 @@ def plan_memory(
     """
     Return the memory that a process needs with these settings, by the lengths of its completions, in words.
 
-    `config` and `dtype` (a name or a `torch.dtype`) are the model's, and transformers samples `sampled_rows` at once.
-    Completions have `max_completion_length` tokens and, in a second column, `mean_length` on average. The arguments
-    after it are as in [`~plan.dry_run`]. vLLM's share of the GPU comes on top.
+    `config` and `dtype` (a name or a `torch.dtype`) are the model's. Completions have `max_completion_length` tokens
+    and, in a second column, `mean_length` on average. The other arguments are as in [`~plan.dry_run`]. vLLM's share of
+    the GPU comes on top.
     """
     limit, rows = args.max_completion_length, args.per_device_train_batch_size
     if mean_length is not None and not 1 <= mean_length <= limit:
@@ -235,7 +234,7 @@ def plan_memory(
         cache = 2 * (shape.num_layers + 1) * shape.key_value * precision.weight * width  # a layer's is copied to grow
         last_logits = shape.vocabulary * (precision.weight + 2 * _FLOAT32)
         whole = shape.weights * compute if sharding.stage >= 3 else 0  # TRL gathers the weights
-        sampling = states.states - states.gradients + whole + sampled_rows * (cache + last_logits)
+        sampling = states.states - states.gradients + whole + rows * args.steps_per_generation * (cache + last_logits)
     gathered = 0.0
     if sharding.stage >= 3:  # embeddings and head, and a layer with the next one
         gathered = compute * ((1 if shape.ties_head else 2) * shape.head + 2 * shape.layer)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from datasets import Dataset
 from huggingface_hub import whoami
 from torch import nn
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, Trainer, TrainerState, TrainingArguments
@@ -22,40 +23,24 @@ from transformers.integrations import get_reporting_integration_callbacks
 from trl import get_peft_config
 
 from ..bapo_config import BAPOConfig
-from ..batch.staleness import max_staleness_in_words, mean_staleness
+from ..batch.staleness import max_staleness_in_words, mean_staleness, updates_per_generation
 from ..errors import InputError
 from ..evaluation.answers import gold_answers
+from ..inputs.prompt_checks import check_number_of_prompts
 from ..inputs.reward_checks import rewards_defect
 from ..inputs.setting_warnings import setting_warnings
 from ..report.facts import method_name
 from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
-from .console import aligned_rows
+from .console import aligned_rows, settings_table
 from .earlier_run import check_checkpoint, check_start
 from .memory import Sharding, memory_table, plan_memory
 from .models import load_processing_class, merged_folder, merges_alone, parts_of
 from .preparation import Inputs, gather_inputs, init_kwargs_of, load_data_and_rewards, quantization_of
-from .prompts import TEXT_FOR_CHAT, Prompts, check_fit, look_at_prompts
+from .prompts import TEXT_FOR_CHAT, check_fit, longest_prompt, tokens_of
 
 
 _PROMPT_CHARACTERS = 400
-
-
-class Counts(NamedTuple):
-    """Numbers of a run on so many processes, of which each makes `steps_per_generation` micro-batches."""
-
-    prompts: float  # of a generation
-    samples: int  # of a generation
-    samples_per_update: int
-    updates_per_generation: float  # not rounded
-
-
-def count(args: BAPOConfig, processes: int) -> Counts:
-    """Return the numbers of a run on so many processes."""
-    micro_batch = args.per_device_train_batch_size * processes
-    samples = args.generation_batch_size if args.has_fixed_samples else args.steps_per_generation * micro_batch
-    updates = samples / micro_batch * args.num_iterations / args.gradient_accumulation_steps
-    return Counts(samples / args.num_generations, samples, micro_batch * args.gradient_accumulation_steps, updates)
 
 
 def dry_run(
@@ -64,7 +49,6 @@ def dry_run(
     reward_funcs: Any,
     train_dataset: Any,
     processing_class: Any = None,
-    processes: int | None = None,
     peft_config: Any = None,
     quantization_config: Any = None,
     mean_length: int | None = None,
@@ -83,7 +67,6 @@ def dry_run(
         train_dataset (`Dataset` or `IterableDataset`): Prompts to train on; with `do_train` false, to evaluate on.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             Tokenizer; by default the model's.
-        processes (`int`, *optional*): Processes that train; by default those of this process' launcher.
         peft_config ([`~peft.PeftConfig`], *optional*): Adapter to train, as [`BAPOTrainer`] takes it.
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*): How the weights are quantized.
         mean_length (`int`, *optional*): Mean number of tokens of a completion, to estimate the memory for.
@@ -100,25 +83,6 @@ def dry_run(
     print(dry_run(args, "Qwen/Qwen2.5-0.5B-Instruct", reward, dataset))
     ```
     """
-    processes = processes or _processes_of_launcher()
-    inputs = (model, reward_funcs, train_dataset, processing_class, processes)
-    parts = _plan_of(args, *inputs, peft_config, quantization_config, mean_length, sharding)
-    return "\n\n".join([_counts(args, processes), *parts])
-
-
-def _plan_of(
-    args: BAPOConfig,
-    model: str | PreTrainedModel,
-    reward_funcs: Any,
-    dataset: Any,
-    processing_class: Any,
-    processes: int,
-    peft_config: Any,
-    quantization_config: Any,
-    mean_length: int | None,
-    sharding: Sharding | None,
-) -> Iterator[str]:
-    """Yield what takes data and a model: prompts, memory, rewards. Arguments and errors are of [`dry_run`]."""
     if isinstance(model, str):
         init: Any = args.model_init_kwargs or {}
         name, settings = model, {"revision": init.get("revision"), "trust_remote_code": args.trust_remote_code}
@@ -129,68 +93,49 @@ def _plan_of(
         name, settings, config, dtype = model.config._name_or_path, {}, model.config, model.dtype
         peft_config = peft_config or getattr(model, "active_peft_config", None)
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
-    prompts = look_at_prompts(dataset, processing_class, config, args)
-    yield _prompts(args, prompts, count(args, processes))
-    check_fit(config, processing_class, args, {"train": dataset})
-    if _trains(args) and args.max_completion_length is not None:
-        rows = count(args, processes).samples // processes
-        of_model = (peft_config, quantization_config, mean_length, sharding or _sharding_of(args, processes))
-        yield memory_table(args, plan_memory(args, config, dtype, prompts.longest, rows, *of_model))
+    check_fit(config, processing_class, args, {"train": train_dataset})
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
-    yield _rewards(functions, next(iter(dataset)), processing_class)
+    first, (_, longest) = next(iter(train_dataset)), longest_prompt(train_dataset, processing_class)
+    parts = [_prompts(args, train_dataset, processing_class, longest), _rewards(functions, first, processing_class)]
+    if args.do_eval and not args.do_train:
+        return "\n\n".join([f"Evaluation only, {args.num_generations_eval} completions per prompt", *parts])
+    check_number_of_prompts(train_dataset, args)
+    if args.max_completion_length is not None:
+        of_model = (peft_config, quantization_config, mean_length, sharding or _sharding(args))
+        parts.insert(0, memory_table(args, plan_memory(args, config, dtype, longest, *of_model)))
+    return "\n\n".join([f"{settings_table(args)}\n{_staleness(args)}", *parts])
 
 
-def _trains(args: BAPOConfig) -> bool:
-    return args.do_train or not args.do_eval
-
-
-def _processes_of_launcher() -> int:
-    """Return the number of processes of the launcher that started this one."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _sharding_of(args: BAPOConfig, processes: int) -> Sharding:
+def _sharding(args: BAPOConfig) -> Sharding:
     """Return how a model is divided over the processes, by the settings and the launcher of this process."""
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None:
-        return Sharding.of_zero(plugin.deepspeed_config.get("zero_optimization", {}), processes)
-    return Sharding(processes, stage=3 if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 0)
+        return Sharding.of_zero(plugin.deepspeed_config.get("zero_optimization", {}), args.world_size)
+    return Sharding(args.world_size, stage=3 if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 0)
 
 
-def _counts(args: BAPOConfig, processes: int) -> str:
-    if not _trains(args):
-        return f"Evaluation only, {args.num_generations_eval or args.num_generations} completions per prompt"
-    found, staleness = count(args, processes), f"{mean_staleness(args):g} policy versions"
+def _staleness(args: BAPOConfig) -> str:
+    mean = f"{mean_staleness(args):g} policy versions"
     if args.uses_replay or args.uses_partial_rollouts:
-        staleness += " for fresh samples; unknown for the others before the run"
+        mean += " for fresh samples; unknown for the others before the run"
     rows = {
-        "prompts per generation": f"{found.prompts:g}",
-        "samples per generation": str(found.samples),
-        "samples per update": str(found.samples_per_update),
-        "updates per generation": f"{found.updates_per_generation:g}",
+        "updates per generation": f"{updates_per_generation(args):g}",
         "max staleness": max_staleness_in_words(args),
-        "mean staleness": staleness,
+        "mean staleness": mean,
     }
-    return f"On {processes} process{'es' * (processes != 1)}\n{aligned_rows(rows.items())}"
+    return aligned_rows(rows.items())
 
 
-def _prompts(args: BAPOConfig, prompts: Prompts, counts: Counts) -> str:
-    number, lines = prompts.num_prompts, []
-    if number is not None and _trains(args):
-        generations = int(number // counts.prompts)
-        if not generations:
-            raise InputError(f"A generation needs {counts.prompts:g} prompts, but the train dataset has {number}.")
-        lines.append(f"  an epoch: {generations} generations, {generations * counts.updates_per_generation:g} updates")
-    lines.append(f"  tokens: {prompts.median} (median), {prompts.longest} (longest)")
-    if prompts.room is not None:
-        room = f"longest prompt that leaves room for {args.max_completion_length} new tokens: {max(prompts.room, 0)}"
-        lines.append(f"  {room}; too long: {prompts.too_long}")
-    if prompts.lacks_messages:
+def _prompts(args: BAPOConfig, dataset: Any, processing_class: Any, longest: int) -> str:
+    tokenizer, prompt = getattr(processing_class, "tokenizer", processing_class), next(iter(dataset))["prompt"]
+    lines = [f"Prompts: {len(dataset) if isinstance(dataset, Dataset) else 'a stream'}, at most {longest} tokens"]
+    if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None) is not None:
         lines.append(f"  {TEXT_FOR_CHAT}")
-    more = " ..." if len(prompts.first) > _PROMPT_CHARACTERS else ""
-    shown = f"{prompts.first[:_PROMPT_CHARACTERS]}{more}".splitlines()
-    lines += ["  first prompt, as the model gets it:", *(f"  | {line}" for line in shown)]
-    return "\n".join([f"Prompts: {'a stream' if number is None else number}", *lines])
+    text = tokenizer.decode(tokens_of(prompt, tokenizer, args.chat_template_kwargs))
+    shown = text if len(text) <= _PROMPT_CHARACTERS else f"{text[:_PROMPT_CHARACTERS]} ..."
+    return "\n".join(
+        [*lines, "  first prompt, as the model gets it:", *(f"  | {line}" for line in shown.splitlines())]
+    )
 
 
 def _rewards(functions: Sequence[Any], row: Mapping[str, Any], processing_class: Any) -> str:
@@ -248,16 +193,16 @@ def print_plan(
     sharding: Sharding | None = None,
 ) -> None:
     """
-    Print what a run with these flags would do, up to the first error that it would raise, and raise the error.
+    Print what a run with these flags would do, or raise the first error that it would raise.
 
     `processes` and `sharding` are by default those of the launcher that started this process.
 
     Raises:
-        InputError: For what would stop the run. Where only a GPU is missing, at the end: the plan is that of one.
+        InputError: For what would stop the run. Where only a GPU is missing, after the plan, which is that of one.
         SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`].
     """
     rejection = None
-    processes = processes or _processes_of_launcher()
+    processes = processes or int(os.environ.get("WORLD_SIZE", 1))
     with as_in_processes(processes):
         try:
             settings = parse_arguments(arguments, command)
@@ -265,31 +210,21 @@ def print_plan(
             with as_in_processes(processes, on_gpus=True):
                 settings = parse_arguments(arguments, command)
             rejection = error
-        above = ""
-        for part in _plan(settings, processes, sharding):
-            if settings.training.distributed_state.is_main_process:
-                print(f"{above}{part}", flush=True)
-                above = "\n"
+        text = _plan(settings, sharding)
+    if settings.training.distributed_state.is_main_process:
+        print(text, flush=True)
     if rejection is not None:
         raise rejection
 
 
-def _plan(settings: Settings, processes: int, sharding: Sharding | None) -> Iterator[str]:
-    """Yield what a run would do, part by part; raise what would stop it."""
+def _plan(settings: Settings, sharding: Sharding | None) -> str:
     script_args, args, model_args, _ = settings
-    if not merges_alone(settings):
-        method, evaluated = method_name(args) if args.do_train else "Evaluation", script_args.eval_dataset
-        title = (None if args.do_train else evaluated) or script_args.dataset_name or "a dataset mixture"
-        yield f"{method} on {title}: {_DRY_RUN}"
-        yield _counts(args, processes)
     check_checkpoint(args)
     parts = parts_of(model_args.model_name_or_path, model_args.model_revision)
     check_start(settings, parts)
     if merges_alone(settings):
         load_processing_class(parts, args.trust_remote_code)
-        into = merged_folder(args)
-        yield f"Merge of the adapter {parts[0][0]} into its base {parts[1][0]}, in {into}: {_DRY_RUN}"
-        return
+        return f"Merge of the adapter {parts[0][0]} into its base {parts[1][0]}, in {merged_folder(args)}: {_DRY_RUN}"
     inputs = gather_inputs(settings, parts, *load_data_and_rewards(settings))
     (name, revision), peft_config = inputs.parts[-1], get_peft_config(model_args)
     if len(inputs.parts) > 1:  # an adapter has the configuration of its base
@@ -298,21 +233,22 @@ def _plan(settings: Settings, processes: int, sharding: Sharding | None) -> Iter
         adapter, revision_of_adapter = inputs.parts[0]
         peft_config = PeftConfig.from_pretrained(adapter, revision=revision_of_adapter)
     args.model_init_kwargs = init_kwargs_of(args, model_args, revision)
-    yield from _plan_of(
+    plan = dry_run(
         args,
         name,
         inputs.reward_funcs,
         inputs.data.prompts,
         inputs.processing_class,
-        processes,
         peft_config,
         quantization_of(args, model_args),
         script_args.dry_run_mean_length,
         sharding,
     )
     _check_as_the_trainer(args, inputs)
-    for message in setting_warnings(args, inputs.settings_of_model) if args.do_train else ():
-        yield f"Warning: {message}"
+    method = method_name(args) if args.do_train else "Evaluation"
+    warned = setting_warnings(args, inputs.settings_of_model) if args.do_train else ()
+    title = inputs.data.title if args.do_train else inputs.data.test_title or inputs.data.title
+    return "\n\n".join([f"{method} on {title}: {_DRY_RUN}", plan, *(f"Warning: {each}" for each in warned)])
 
 
 def _check_as_the_trainer(args: BAPOConfig, inputs: Inputs) -> None:

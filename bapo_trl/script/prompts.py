@@ -1,9 +1,7 @@
 """Check prompts and tokenizers for what would fail, or train nothing useful, before the weights load."""
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,29 +13,11 @@ from ..errors import InputError
 from ..inputs.prompt_checks import start_of
 
 
-SAMPLED_PROMPTS = 1000
-"""Prompts that are tokenized, evenly over those that there are, and the longest text; of a stream, the first ones."""
-
 TEXT_FOR_CHAT = "plain text, though the model has a chat template: `--prompt_column prompt` makes messages of it"
 
 _ROWS_PER_READ = 10_000
 GIVEN_TO_REWARDS = frozenset(("prompts", "completions", "trainer_state", "log_extra", "log_metric"))
 """Names of the arguments that TRL passes to reward functions in addition to the dataset's columns."""
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The prompts of a run as its model gets them. Lengths are in tokens, of those that were tokenized."""
-
-    first: str  # after the chat template
-    lacks_messages: bool  # text, though the model has a chat template
-    num_prompts: int | None  # `None` for a stream
-    num_sampled: int
-    median: int
-    longest: int
-    longest_row: int
-    room: int | None  # longest prompt that leaves room for a completion; `None` for a model without a window
-    too_long: int
 
 
 def is_prompt(value: Any) -> bool:
@@ -85,7 +65,7 @@ def check_chat_template(dataset: Any, processing_class: Any, template_kwargs: An
     if not is_chat(dataset) or hasattr(processing_class, "tokenizer"):
         return
     try:
-        _tokens(next(iter(dataset))["prompt"], processing_class, template_kwargs or {})
+        tokens_of(next(iter(dataset))["prompt"], processing_class, template_kwargs)
     except (TemplateError, ValueError) as error:
         raise InputError(
             f"The prompts are chat messages, but the chat template of `model_name_or_path` does not accept them "
@@ -94,79 +74,58 @@ def check_chat_template(dataset: Any, processing_class: Any, template_kwargs: An
         ) from error
 
 
-def look_at_prompts(dataset: Any, processing_class: Any, config: Any, args: BAPOConfig) -> Prompts:
-    """Tokenize prompts as the trainer does, for a model with this configuration."""
+def longest_prompt(dataset: Any, processing_class: Any, template_kwargs: Any = None) -> tuple[int, int]:
+    """Return the row and the tokens of the prompt with the longest text; of a stream, among the first rows."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    prompts = [row["prompt"] for row in islice(dataset, _ROWS_PER_READ)]
     if isinstance(dataset, Dataset):
-        num_prompts = len(dataset)
-        sizes = [len(str(prompt)) for prompt in _stored_prompts(dataset)]
-        longest = max(range(num_prompts), key=sizes.__getitem__)
-        rows = sorted({*range(0, num_prompts, math.ceil(num_prompts / SAMPLED_PROMPTS)), longest})
-        prompts = dataset.select(rows)["prompt"][:]
-    else:
-        prompts, num_prompts = [row["prompt"] for row in islice(dataset, SAMPLED_PROMPTS)], None
-        rows = list(range(len(prompts)))
-    token_ids = [_tokens(prompt, tokenizer, args.chat_template_kwargs or {}) for prompt in prompts]
-    by_length = sorted(zip(map(len, token_ids), rows, strict=True))
-    window = context_window(config)
-    room = None if window is None else window - (args.max_completion_length or 0)
-    return Prompts(
-        first=tokenizer.decode(token_ids[0]),
-        lacks_messages=isinstance(prompts[0], str) and getattr(tokenizer, "chat_template", None) is not None,
-        num_prompts=num_prompts,
-        num_sampled=len(rows),
-        median=by_length[(len(rows) - 1) // 2][0],
-        longest=by_length[-1][0],
-        longest_row=by_length[-1][1],
-        room=room,
-        too_long=0 if room is None else sum(length > room for length, _ in by_length),
-    )
+        prompts = list(_stored_prompts(dataset))
+    row = max(range(len(prompts)), key=lambda row: len(str(prompts[row])))
+    return row, len(tokens_of(prompts[row], tokenizer, template_kwargs))
 
 
 def check_fit(config: Any, processing_class: Any, args: BAPOConfig, datasets: Mapping[str, Any]) -> None:
     """
-    Reject a tokenizer with more tokens than the model, and prompts that are too long for it (`InputError`).
+    Reject a tokenizer with more tokens than the model, and a prompt that is too long for it (`InputError`).
 
     `datasets` are by their names in messages; streams pass. A model with rotary positions works beyond the window that
     it was trained for, but ever worse: for it, this only warns.
     """
-    text, is_processor = config.get_text_config(), hasattr(processing_class, "tokenizer")
-    check_tokenizer(getattr(processing_class, "tokenizer", processing_class), getattr(text, "vocab_size", None))
-    if context_window(config) is None or is_processor:  # images take tokens too
-        return
+    config, is_processor = config.get_text_config(), hasattr(processing_class, "tokenizer")
+    check_tokenizer(getattr(processing_class, "tokenizer", processing_class), getattr(config, "vocab_size", None))
+    window = _context_window(config)
     for name, dataset in datasets.items():
-        if not isinstance(dataset, Dataset) or not len(dataset):
+        if window is None or is_processor or not isinstance(dataset, Dataset) or not len(dataset):
+            continue  # images take tokens, too
+        row, length = longest_prompt(dataset, processing_class, args.chat_template_kwargs)
+        if length + (args.max_completion_length or 0) <= window:
             continue
-        found = look_at_prompts(dataset, processing_class, config, args)
-        if not found.too_long:
-            continue
-        of_them = "" if found.num_sampled == found.num_prompts else "that were looked at "
         message = (
-            f"{found.too_long} of the {found.num_sampled} prompts of the {name} dataset {of_them}are too long: "
-            f"the longest, row {found.longest_row}, has {found.longest} tokens, but the model's window of "
-            f"{context_window(config)} (`max_position_embeddings`) leaves {found.room} before a completion of "
-            f"`max_completion_length` {args.max_completion_length}. Prompts are not truncated: remove long ones with "
-            "`dataset.filter`, lower `max_completion_length`, or use a model with a larger window."
+            f"A prompt of the {name} dataset is too long: row {row} has {length} tokens, which leaves less than "
+            f"`max_completion_length` {args.max_completion_length} of the model's window of {window} "
+            "(`max_position_embeddings`). Prompts are not truncated: remove long ones with `dataset.filter`, lower "
+            "`max_completion_length`, or use a model with a larger window."
         )
-        if getattr(text, "rope_parameters", None) is None:
+        if getattr(config, "rope_parameters", None) is None:
             raise InputError(message)
         warnings.warn(message, stacklevel=2)
 
 
-def _tokens(prompt: Any, tokenizer: Any, template_kwargs: Any) -> list[int]:
+def tokens_of(prompt: Any, tokenizer: Any, template_kwargs: Any = None) -> list[int]:
+    """Tokenize a prompt as the trainer does."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **template_kwargs)
+    kwargs = {"add_generation_prompt": True, "tokenize": False, **(template_kwargs or {})}
+    text = tokenizer.apply_chat_template(prompt, **kwargs)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def context_window(config: Any) -> int | None:
+def _context_window(config: Any) -> int | None:
     """
     Return the largest number of tokens of prompt and completion, or `None` if the text model's config has no limit.
 
     Scaled rotary embeddings extend the window that the model was trained with by `factor`.
     """
-    config = config.get_text_config()
     window = getattr(config, "max_position_embeddings", None)
     if window is None:
         return None

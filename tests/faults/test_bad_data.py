@@ -99,28 +99,26 @@ def rejected(folder, model, message: str, **settings) -> None:
 
 
 TOO_LONG = (
-    r"2 of the 43 prompts of the train dataset are too long: the longest, row 41, has 61 tokens, but the model's "
-    r"window of 64 .*leaves 57 before .*`max_completion_length` 7"
+    r"A prompt of the train dataset is too long: row 41 has 61 tokens, which leaves less than "
+    r"`max_completion_length` 7 of the model's window of 64"
 )
 
 
 @pytest.mark.trainings
-def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
+def test_prompts_that_do_not_fit_into_the_window(tmp_path):
     # 64 positions, of which a completion may take 7
     fits = {"train_dataset": Dataset.from_dict({"prompt": ["1" * 57] * 8})}
     assert toy_trainer(tmp_path, opt_model(), trainer_args=fits, max_steps=1).train().global_step == 1
     dataset = Dataset.from_dict({"prompt": [*SUMS, "1" * 58, "1" * 61, "1" * 57]})
-    many = Dataset.from_dict({"prompt": [*["1"] * 1234, "1" * 58, *["1"] * 1265]})
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE  # <u> before a message and <a> at the end
     chats = [[{"role": "user", "content": "1" * length}] for length in (*range(1, 12), 52)]
     chat = {"processing_class": tokenizer, "train_dataset": Dataset.from_dict({"prompt": chats})}
     for parts, settings, message in (
         ({"train_dataset": dataset}, {}, TOO_LONG),
-        ({"eval_dataset": dataset}, {}, "2 of the 43 prompts of the eval dataset"),
-        ({"train_dataset": many}, {}, "1 of the 835 prompts .* that were looked at .*the longest, row 1234, has 58"),
-        (chat, {}, r"1 of the 12 prompts .* row 11, has 58 tokens"),
-        ({}, {"max_completion_length": 64}, r"window of 64 .* leaves 0 before .*`max_completion_length` 64"),
+        ({"eval_dataset": dataset}, {}, "A prompt of the eval dataset is too long"),
+        (chat, {}, r"row 11 has 58 tokens"),
+        ({}, {"max_completion_length": 64}, "`max_completion_length` 64 of the model's window of 64"),
     ):
         rejected(tmp_path, opt_model(), message, trainer_args=parts, **settings)
     trainer = toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": dataset})

@@ -48,17 +48,15 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     with nothing_written(tmp_path):
         run(dataset_name="train.jsonl", dry_run="true", beta=0.1)
     out = capsys.readouterr().out
-    assert out.startswith(f"BAPO on train.jsonl: {A_DRY_RUN}\n\nOn 1 process\n")
-    for line in (
-        "prompts per generation  4", "samples per generation  12", "samples per update      6",
-        "updates per generation  2", "max staleness           1 policy versions",
-        "mean staleness          0.5 policy versions", "an epoch: 4 generations, 8 updates",
-        "tokens: 4 (median), 6 (longest)", "| 0+1=",
-    ):  # fmt: skip
-        assert f"\n  {line}\n" in out, line
-    assert "\nPrompts: 16\n" in out
+    assert out.startswith(f"BAPO on train.jsonl: {A_DRY_RUN}\n\n")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert {
+        "samples per generation 12 (3 per prompt)", "samples per update 6 (1 process x 6 x 1 micro-batches)",
+        "updates per generation 2", "max staleness 1 policy versions", "mean staleness 0.5 policy versions",
+        "Prompts: 16, at most 6 tokens", "| 0+1=", "Rewards of an example completion, \"The answer is 1.\"",
+        "has_digit: 1",
+    } <= {*lines}  # fmt: skip
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
-    assert '\nRewards of an example completion, "The answer is 1."\n  has_digit: 1\n' in out
 
 
 def test_a_recipe_can_ask_for_it(capsys, tmp_path):
@@ -178,16 +176,16 @@ PARTIAL = {"partial_rollout_oversampling": "1.5", "partial_rollout_chunk_length"
         ({"attn_implementation": "flash_attention_2"}, "(?i)flash.?attention"),
         ({"model_name_or_path": "greedy"}, "`generation_config` cannot be saved .*`temperature`.*do_sample"),
         ({**LONG, **PARTIAL}, "`min_new_tokens` .*`generation_config`.*partial rollouts"),
-        ({**LEARNED, "eval_dataset": "long.jsonl"}, "1 of the 4 prompts of the eval dataset"),
+        ({**LEARNED, "eval_dataset": "long.jsonl"}, "A prompt of the eval dataset is too long"),
         ({"use_vllm": "true"}, r"`use_vllm` needs the package vllm.*pip install 'bapo-trl\[vllm\]'"),
         ({"output_dir": "small/config.json"}, "small/config.json"),
         ({"resume_from_checkpoint": "true"}, "(?i)no (complete|valid) checkpoint"),
         ({"resume_from_checkpoint": "elsewhere/checkpoint-2"}, "elsewhere/checkpoint-2.*there is no such folder"),
-        ({**LEARNED, "dataset_name": "long.jsonl"}, "1 of the 4 prompts of the train dataset are too long"),
+        ({**LEARNED, "dataset_name": "long.jsonl"}, "A prompt of the train dataset is too long"),
         ({**LEARNED, "max_completion_length": "64"}, "`max_completion_length` 64"),
     ],
 )
-def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, message, monkeypatch, tmp_path, capsys):
+def test_what_the_run_stops_at_ends_the_dry_run(settings, message, monkeypatch, tmp_path, capsys):
     Path("broken_rewards.py").write_text(BROKEN_REWARDS)
     toy_model(vocab_size=9).save_pretrained("small")
     opt_model().save_pretrained("learned")
@@ -202,8 +200,8 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
         cli.main(["train", *arguments, "--dry_run"])
     out, err = capsys.readouterr()
     assert ended.value.code == 1
-    expected = "Evaluation only" if settings.get("do_train") == "false" else "\n  samples per generation  "
-    assert expected in out
+    if "use_cpu" in settings:  # only the machine lacks something
+        assert "Evaluation only" in out if "do_train" in settings else "samples per generation" in out
     last = err.splitlines()[-1]
     assert last.startswith("bapo-trl train: error: ") or "broken_rewards.raises" in str(settings)
     assert re.search(message, last)
@@ -243,5 +241,5 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     with nothing_written(tmp_path):
         cli.main(["train", "--accelerate_config", "zero3", "--num_processes", "6", *command])
     out = capsys.readouterr().out
-    assert ("\nEvaluation only" if "aime" in recipe else "\nOn 6 processes\n") in out
+    assert ("\nEvaluation only" if "aime" in recipe else " (6 processes x ") in out
     assert "\nRewards of an example completion" in out

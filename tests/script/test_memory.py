@@ -52,7 +52,7 @@ def test_the_peak_of_an_update_is_that_of_a_gpu(name, peak, tmp_path):
     args.use_cpu = False  # as it was there
     adapter = lora() if load.uses_lora else None
     dtype = torch.bfloat16 if load.uses_lora else torch.float32
-    (found,) = plan_memory(args, load.shape.config(), dtype, PROMPT_TOKENS, 0, adapter).values()
+    (found,) = plan_memory(args, load.shape.config(), dtype, PROMPT_TOKENS, adapter).values()
     assert found.update == pytest.approx(peak, rel=0.05)
     kept = found.weights + found.gradients + found.optimizer
     assert found.activations == pytest.approx(peak - kept, rel=0.15)
@@ -125,10 +125,10 @@ def test_zero_divides_the_states_and_ddp_copies_the_gradients():
 
 def test_the_reference_model_and_sampling(tmp_path):
     args = BAPOConfig(tmp_path, use_cpu=True, bf16=False, num_generations=2, per_device_train_batch_size=2)
-    args.max_completion_length = 900
+    args.max_completion_length, args.steps_per_generation = 900, 32
 
     def planned(adapter=None):
-        (found,) = plan_memory(args, QWEN_05B.config(), torch.float32, 100, 64, adapter).values()
+        (found,) = plan_memory(args, QWEN_05B.config(), torch.float32, 100, adapter).values()
         return found
 
     alone = planned()
