@@ -8,7 +8,6 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from accelerate import ParallelismConfig
 from transformers import IntervalStrategy
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.utils import DatasetConfig
@@ -77,10 +76,6 @@ _TRAINING_SETTINGS = {
 # What TRL, transformers and this package accept beyond the annotation
 _ALSO_ACCEPTED = {"fsdp": bool | list, "max_grad_norm": None, "resume_from_checkpoint": bool, "scale_rewards": bool}
 _MAY_NAME_A_FILE = {"accelerator_config", "deepspeed", "fsdp_config"}
-_IN_WORDS = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes", list: "a list",
-    dict: "a mapping", DatasetConfig: "a mapping with fields of DatasetConfig", ParallelismConfig: "null",
-}  # fmt: skip
 
 
 def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,8 +245,8 @@ class _Parser(TrlParser):
             read = vars(self.parse_args([f"--{name}={value}"]))[name]
             return read[0] if isinstance(read, list) else read
         if not _fits(value, kind):
-            expected = [_IN_WORDS[each] for each in map(_origin, kinds) if each in _IN_WORDS]
-            self.error(f"`{name}` is {value!r}: set it to {' or '.join(expected)}")
+            expected = " or ".join(getattr(each, "__name__", str(each)) for each in kinds)
+            self.error(f"`{name}` is {value!r}: set it to a value of the type {expected}")
         return value
 
     def with_nearest(self, names: Sequence[str], prefix: str) -> str:

@@ -44,7 +44,6 @@ class ModelShape:
     intermediate: int  # of a token: over all experts that it is sent to
     query: int  # heads times their size
     key_value: int
-    heads: int
     vocabulary: int
     trains_head: bool
     ties_head: bool
@@ -189,7 +188,6 @@ def _shape_of(model: PreTrainedModel, peft_config: Any) -> ModelShape:
         intermediate=intermediate,
         query=heads * head_size,
         key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
-        heads=heads,
         vocabulary=text.vocab_size,
         trains_head=head is not None and any(each.requires_grad for each in head.parameters()),
         ties_head=ties_head,

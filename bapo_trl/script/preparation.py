@@ -4,8 +4,6 @@ import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
-from time import strftime
 from typing import Any
 
 import torch
@@ -19,13 +17,11 @@ from ..evaluation.sampling import EvaluatedGRPOTrainer, EvaluatedTrainer
 from ..inputs.generation_config import check_can_be_saved, check_for_partial_rollouts, settings_of_model
 from ..inputs.prompt_checks import check_number_of_prompts
 from ..report.callback import ReportCallback, TrainingClock
-from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
 from .command_line import TRL, Settings
 from .console import ProgressBar
 from .datasets import Data, format_data, load_data
-from .earlier_run import continues
 from .models import (
     Parts,
     check_can_merge,
@@ -103,14 +99,9 @@ def gather_inputs(
 
 
 def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
-    """Load the model and make its trainer; set `model_init_kwargs` and `run_name` in the settings."""
+    """Load the model and make its trainer; set `model_init_kwargs` in the settings."""
     script_args, training_args, model_args, dataset_args = settings
     data = inputs.data
-    if "trackio" in training_args.report_to and training_args.run_name is None:
-        # Trackio ends a run with its training. What is logged afterwards is added to it by its name
-        folder = Path(training_args.output_dir).resolve()
-        earlier = read_settings(folder) if continues(training_args) else {}
-        training_args.run_name = earlier.get("run_name") or f"{folder.name}-{strftime('%Y%m%d-%H%M%S')}"
     model, quantization = _model_argument(inputs, training_args, model_args)
     peft_config = get_peft_config(model_args)
     if peft_config is not None:

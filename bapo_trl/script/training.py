@@ -9,7 +9,6 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
-from xxhash import xxh3_128
 
 from ..bapo_config import BAPOConfig
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
@@ -169,25 +168,13 @@ def _evaluate_before(trainer: Trainer, inputs: Inputs) -> Evaluation | None:
 
 
 def _origin(parts: Sequence[tuple[str, str | None]]) -> list[Any]:
-    """Return what identifies a model: the content of its files, or its name on the Hub."""
+    """Return what identifies a model: the sizes and times of its files, or its name on the Hub."""
 
-    def describe() -> list[Any]:
-        return [
-            [[file.name, _hash_of(file)] for pattern in _MODEL_FILES for file in sorted(Path(name).glob(pattern))]
-            if Path(name).is_dir()
-            else [name, revision]
-            for name, revision in parts
-        ]
+    def stats(folder: str) -> list[Any]:
+        files = (file for pattern in _MODEL_FILES for file in sorted(Path(folder).glob(pattern)))
+        return [[file.name, (of_file := file.stat()).st_size, of_file.st_mtime_ns] for file in files]
 
-    return on_main_process(describe)
-
-
-def _hash_of(file: Path) -> str:
-    digest = xxh3_128()
-    with file.open("rb") as content:
-        while block := content.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+    return [stats(name) if Path(name).is_dir() else [name, revision] for name, revision in parts]
 
 
 def _save_results(trainer: Trainer, results: dict[str, Any], keeps_before: bool) -> None:
