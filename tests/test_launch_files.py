@@ -10,10 +10,10 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import prepare_multi_gpu_env
 
 from bapo_trl.errors import InputError
-from bapo_trl.script.arguments import EMBEDDED
-from bapo_trl.script.command_line import _Parser, parse_arguments
 from bapo_trl.script.commands import EVALUATE, SCRIPT, TRAIN
 from bapo_trl.script.launcher import SETTINGS_TOO, launch_of, read_arguments, start
+from bapo_trl.script.settings.arguments import EMBEDDED
+from bapo_trl.script.settings.parser import _Parser, parse_arguments
 from tests.helpers.commands import ROOT
 
 

@@ -30,14 +30,14 @@ from ..inputs.prompt_checks import check_number_of_prompts
 from ..inputs.reward_checks import rewards_defect
 from ..inputs.setting_warnings import setting_warnings
 from ..report.facts import method_name
-from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
 from .console import aligned_rows, settings_table
-from .earlier_run import check_checkpoint, check_start
+from .data.prompts import TEXT_FOR_CHAT, check_fit, longest_prompt, tokens_of
 from .memory import Sharding, memory_table, plan_memory
 from .models import load_processing_class, merged_folder, merges_alone, parts_of
 from .preparation import Inputs, gather_inputs, init_kwargs_of, load_data_and_rewards, quantization_of
-from .prompts import TEXT_FOR_CHAT, check_fit, longest_prompt, tokens_of
+from .run.output_folder import check_checkpoint, check_start
+from .settings.parser import Settings, parse_arguments
 
 
 _PROMPT_CHARACTERS = 400
@@ -199,7 +199,7 @@ def print_plan(
 
     Raises:
         InputError: For what would stop the run. Where only a GPU is missing, after the plan, which is that of one.
-        SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`].
+        SystemExit: For flags that cannot be read, as in [`~settings.parser.parse_arguments`].
     """
     rejection = None
     processes = processes or int(os.environ.get("WORLD_SIZE", 1))

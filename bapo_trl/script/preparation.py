@@ -18,10 +18,10 @@ from ..inputs.generation_config import check_can_be_saved, check_for_partial_rol
 from ..inputs.prompt_checks import check_number_of_prompts
 from ..report.callback import ReportCallback, TrainingClock
 from ..upstream.cpu_speed import base_dtype
-from .arguments import EMBEDDED
-from .command_line import TRL, Settings
 from .console import ProgressBar
-from .datasets import Data, format_data, load_data
+from .data.columns import format_data
+from .data.load import Data, load_data
+from .data.prompts import check_chat_template, check_fit, check_prompts, check_tokenizer
 from .models import (
     Parts,
     check_can_merge,
@@ -31,8 +31,10 @@ from .models import (
     load_generation_config,
     load_processing_class,
 )
-from .prompts import check_chat_template, check_fit, check_prompts, check_tokenizer
 from .rewards import resolve_names
+from .settings.arguments import EMBEDDED
+from .settings.methods import TRL
+from .settings.parser import Settings
 
 
 Trainer = EvaluatedTrainer | EvaluatedGRPOTrainer

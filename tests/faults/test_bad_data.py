@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.script.prompts import check_fit, check_prompts, check_tokenizer
+from bapo_trl.script.data.prompts import check_fit, check_prompts, check_tokenizer
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.fixes import end_training
 from tests.helpers.alike import assert_same_tensors, weights_of

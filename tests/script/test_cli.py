@@ -19,8 +19,7 @@ sys.exit(3)
 
 @pytest.mark.parametrize("arguments", [["--traceback", "train"], ["train", "--traceback"]])
 def test_the_traceback_of_an_error_is_shown_wherever_the_flag_is(arguments, capsys):
-    flag = ["--accelerate", "none"] if "launch" in arguments else ["--config", "none"]
-    ends(cli.main, [*arguments, *flag, *(["train"] if "launch" in arguments else [])], code=1)
+    ends(cli.main, [*arguments, "--config", "none"], code=1)
     said = capsys.readouterr().err
     assert "Traceback (most recent call last)" in said
     assert said.splitlines()[-1].startswith("bapo_trl.errors.InputError: ")
@@ -47,7 +46,7 @@ run(program, run_name="__main__")
     [
         ["bapo_trl", "train", "--config"],
         ["bapo_trl", "evaluate", "--max_steps", "3", "--config"],
-        ["bapo_trl", "launch", "--accelerate", "cpu_ddp", "train", "--config"],
+        ["bapo_trl", "train", "--accelerate_config", "cpu_ddp", "--config"],
         [str(ROOT / "train_bapo.py"), "--traceback", "--config"],
     ],
     ids=" ".join,

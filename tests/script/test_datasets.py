@@ -9,8 +9,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from trl import DatasetMixtureConfig
 
-from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.datasets import format_prompts, hold_out, load_mixture, load_splits
+from bapo_trl.script.data.columns import format_prompts
+from bapo_trl.script.data.load import hold_out, load_mixture, load_splits
+from bapo_trl.script.settings.arguments import BAPOScriptArguments
 from tests.helpers.script_runs import run
 
 

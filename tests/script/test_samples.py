@@ -2,8 +2,8 @@
 
 from datasets import Dataset
 
+from bapo_trl.script.data.prompts import look_at_prompts
 from bapo_trl.script.plan import try_rewards
-from bapo_trl.script.prompts import look_at_prompts
 from bapo_trl.tasks import character_tokenizer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 
-from ..bapo_config import BAPOConfig
-from ..errors import InputError
-from ..inputs.prompt_checks import start_of
+from ...bapo_config import BAPOConfig
+from ...errors import InputError
+from ...inputs.prompt_checks import start_of
 
 
 TEXT_FOR_CHAT = "plain text, though the model has a chat template: `--prompt_column prompt` makes messages of it"

@@ -20,8 +20,8 @@ import pyarrow
 from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
 from datasets.features.features import register_feature
 
-from .. import __version__
-from ..inputs.written_values import DECODER, as_number, to_json
+from ... import __version__
+from ...inputs.written_values import DECODER, as_number, to_json
 
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")  # of JSON
