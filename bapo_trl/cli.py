@@ -65,14 +65,18 @@ def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
     # Before libraries are imported that read them then
     os.environ.update({name: str(value) for name, value in recipe.get("env", {}).items()})
     plans = is_true(flags.get("dry_run", recipe.get("dry_run", False)))
+    processes = sharding = None  # those of this process' launcher
     if _STARTS & flags.keys() and "help" not in flags:
-        from .script.launcher import start
+        from .script import launcher
 
-        return start(arguments, command, plans)
+        launch = launcher.read_arguments(arguments, command)
+        if not plans:
+            return launcher.run(launch)
+        arguments, processes, sharding = launcher.ranks_of(launch)
     if plans:
         from .script.plan import print_plan
 
-        return print_plan(arguments, command)
+        return print_plan(arguments, command, processes, sharding)
     from .script.settings.parser import parse_arguments
 
     settings = parse_arguments(arguments, command)  # a help text ends here, before a trainer is imported

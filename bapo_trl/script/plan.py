@@ -35,7 +35,7 @@ from .console import aligned_rows, settings_table
 from .data.prompts import TEXT_FOR_CHAT, check_fit, longest_prompt, tokens_of
 from .memory import Sharding, memory_table, plan_memory
 from .models import load_processing_class, merged_folder, merges_alone, parts_of
-from .preparation import Inputs, gather_inputs, init_kwargs_of, load_data_and_rewards, quantization_of
+from .preparation import Inputs, gather_inputs, init_kwargs_of, quantization_of
 from .run.output_folder import check_checkpoint, check_start
 from .settings.parser import Settings, parse_arguments
 
@@ -225,7 +225,7 @@ def _plan(settings: Settings, sharding: Sharding | None) -> str:
     if merges_alone(settings):
         load_processing_class(parts, args.trust_remote_code)
         return f"Merge of the adapter {parts[0][0]} into its base {parts[1][0]}, in {merged_folder(args)}: {_DRY_RUN}"
-    inputs = gather_inputs(settings, parts, *load_data_and_rewards(settings))
+    inputs = gather_inputs(settings, parts)
     (name, revision), peft_config = inputs.parts[-1], get_peft_config(model_args)
     if len(inputs.parts) > 1:  # an adapter has the configuration of its base
         from peft import PeftConfig

@@ -59,21 +59,11 @@ class ReportUntilTheEnd(ReportCallback):
         pass
 
 
-def load_data_and_rewards(settings: Settings) -> tuple[Data, list[Any], Callable[[str], str | None] | None]:
-    """Return the data, the reward functions and what finds an answer, as [`gather_inputs`] takes them."""
-    task, reward_funcs, extract_answer = resolve_names(settings)
-    return load_data(settings, task), reward_funcs, extract_answer
-
-
-def gather_inputs(
-    settings: Settings,
-    parts: Parts,
-    data: Data,
-    reward_funcs: list[Any],
-    extract_answer: Callable[[str], str | None] | None,
-) -> Inputs:
-    """Load the tokenizer, bring the prompts into their form, and reject what cannot be trained or evaluated on."""
+def gather_inputs(settings: Settings, parts: Parts) -> Inputs:
+    """Load data and tokenizer, form the prompts, and reject what cannot be trained or evaluated on."""
     script_args, training_args, model_args, _ = settings
+    task, reward_funcs, extract_answer = resolve_names(settings)
+    data = load_data(settings, task)
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
     check_packages(settings)

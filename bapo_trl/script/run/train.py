@@ -16,7 +16,7 @@ from ...upstream.fixes import end_training
 from ..console import UpdateLines, settings_table, without_bars_in_files
 from ..data.columns import prompt_lines
 from ..models import merge, merges_alone, parts_of
-from ..preparation import Inputs, Trainer, gather_inputs, load_data_and_rewards, make_trainer
+from ..preparation import Inputs, Trainer, gather_inputs, make_trainer
 from ..settings.arguments import EMBEDDED
 from ..settings.methods import TRL
 from ..settings.parser import Settings
@@ -33,17 +33,16 @@ def run(settings: Settings) -> None:
             saved.
         ValueError: For settings that cannot work, with the fix.
     """
-    script_args, training_args, model_args, dataset_args = settings
+    script_args, training_args, model_args, _ = settings
     without_bars_in_files()
     parts = parts_of(model_args.model_name_or_path, model_args.model_revision)
     check_start(settings, parts)
     if merges_alone(settings):
         return on_main_process(lambda: merge(training_args, model_args))
 
-    inputs = gather_inputs(settings, parts, *load_data_and_rewards(settings))
+    inputs = gather_inputs(settings, parts)
     if not training_args.do_train and training_args.distributed_state.is_main_process:
-        title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
-        into = training_args.output_dir
+        title, into = inputs.data.test_title or inputs.data.title, training_args.output_dir
         print(f"Evaluation of {model_args.model_name_or_path} on {title}; results in {into}", flush=True)
     trainer = make_trainer(settings, inputs)
     data, output_dir, say = inputs.data, Path(training_args.output_dir), trainer.accelerator.print
