@@ -96,7 +96,10 @@ def dry_run(
     check_fit(config, processing_class, args, {"train": train_dataset})
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     first, (_, longest) = next(iter(train_dataset)), longest_prompt(train_dataset, processing_class)
-    parts = [_prompts(args, train_dataset, processing_class, longest), _rewards(functions, first, processing_class)]
+    parts = [
+        _prompts(args, train_dataset, processing_class, longest),
+        example_rewards(functions, first, processing_class),
+    ]
     if args.do_eval and not args.do_train:
         return "\n\n".join([f"Evaluation only, {args.num_generations_eval} completions per prompt", *parts])
     check_number_of_prompts(train_dataset, args)
@@ -138,7 +141,7 @@ def _prompts(args: BAPOConfig, dataset: Any, processing_class: Any, longest: int
     )
 
 
-def _rewards(functions: Sequence[Any], row: Mapping[str, Any], processing_class: Any) -> str:
+def example_rewards(functions: Sequence[Any], row: Mapping[str, Any], processing_class: Any) -> str:
     """
     Call each reward function once, as the trainer would with two equal samples, and return their rewards as lines.
 
