@@ -147,7 +147,9 @@ def shape_of(
         InputError: If the model or its attention lacks a package, or the model cannot have the adapter.
     """
     try:
-        return _shape_of(_without_weights(config, trust_remote_code, attention), peft_config)
+        model = _without_weights(config, trust_remote_code, attention)
+        with torch.device("meta"):
+            return _shape_of(model, copy.deepcopy(peft_config))
     except (ImportError, ValueError) as error:
         of = "The adapter does not fit the model" if peft_config is not None else "The model cannot be made"
         raise InputError(f"{of}: {str(error).strip().splitlines()[0]}") from error
@@ -165,10 +167,8 @@ def _shape_of(model: PreTrainedModel, peft_config: Any) -> ModelShape:
     if peft_config is not None:
         from peft import get_peft_model
 
-        peft_config = copy.deepcopy(peft_config)
         peft_config.inference_mode = False  # as it is in a saved adapter
-        with torch.device("meta"):
-            get_peft_model(model, peft_config)
+        get_peft_model(model, peft_config)
         head = model.get_output_embeddings()  # may be trained as a whole
         adapter = _count(model.parameters()) - weights
     heads = getattr(text, "num_attention_heads", None) or 1

@@ -63,10 +63,10 @@ def _origin(parts: Sequence[tuple[str, str | None]]) -> list[Any]:
     return [stats(name) if Path(name).is_dir() else [name, revision] for name, revision in parts]
 
 
-def _save_results(trainer: Trainer, results: dict[str, Any], keeps_before: bool) -> None:
+def _save_results(trainer: Trainer, results: dict[str, Any]) -> None:
     """Write the results of an evaluation, and keep those that a training measured before its first update."""
     earlier = Path(trainer.args.output_dir, "eval_results.json")
-    if keeps_before and earlier.exists():
+    if earlier.exists():
         found = json.loads(earlier.read_text())
         results = {name: value for name, value in found.items() if name.startswith("before_")} | results
     trainer.save_metrics("eval", results)
@@ -88,7 +88,7 @@ def evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None, 
     if before is not None:
         results = {**before.as_results("before"), **results}
         accuracies = {"before": before.accuracies, "after": after.accuracies}
-    on_main_process(lambda: _save_results(trainer, results, keeps_before=before is None))
+    on_main_process(lambda: _save_results(trainer, results))
     model = output_dir if trainer.args.do_train else inputs.parts[0][0]
     count = after.metrics.get("prompts_without_reward", 0)
     first, means = trainer.reward_func_names[0], [estimate.mean for estimate in after.accuracies.values()]
