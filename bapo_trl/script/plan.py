@@ -95,7 +95,8 @@ def dry_run(
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
     check_fit(config, processing_class, args, {"train": train_dataset})
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
-    first, (_, longest) = next(iter(train_dataset)), longest_prompt(train_dataset, processing_class)
+    first = next(iter(train_dataset))
+    _, longest = longest_prompt(train_dataset, processing_class, args.chat_template_kwargs)
     parts = [
         _prompts(args, train_dataset, processing_class, longest),
         example_rewards(functions, first, processing_class),

@@ -135,10 +135,11 @@ def _check_data(data: Data, processing_class: Any, config: Any, training_args: B
 
 def init_kwargs_of(training_args: BAPOConfig, model_args: ModelConfig, revision: str | None) -> dict[str, Any]:
     """Return the arguments that the model is loaded with."""
+    is_quantized = model_args.load_in_4bit or model_args.load_in_8bit
     return {
         "revision": revision,
         "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft, _is_quantized(model_args)),
+        "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft, is_quantized),
         "trust_remote_code": training_args.trust_remote_code,
         **(training_args.model_init_kwargs or {}),  # type: ignore[dict-item]
     }
@@ -149,10 +150,6 @@ def quantization_of(training_args: BAPOConfig, model_args: ModelConfig) -> Any:
     types = {"bfloat16": training_args.bf16, "float16": training_args.fp16}
     own = None if model_args.dtype == "auto" else model_args.dtype
     return get_quantization_config(replace(model_args, dtype=next((name for name in types if types[name]), own)))
-
-
-def _is_quantized(model_args: ModelConfig) -> bool:
-    return model_args.load_in_4bit or model_args.load_in_8bit
 
 
 def _model_argument(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:

@@ -75,11 +75,9 @@ def check_chat_template(dataset: Any, processing_class: Any, template_kwargs: An
 
 
 def longest_prompt(dataset: Any, processing_class: Any, template_kwargs: Any = None) -> tuple[int, int]:
-    """Return the row and the tokens of the prompt with the longest text; of a stream, among the first rows."""
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    prompts = [row["prompt"] for row in islice(dataset, _ROWS_PER_READ)]
-    if isinstance(dataset, Dataset):
-        prompts = list(_stored_prompts(dataset))
+    """Return the row and the tokens of the prompt with the longest text; of a stream, among the first 1000."""
+    tokenizer, is_stored = getattr(processing_class, "tokenizer", processing_class), isinstance(dataset, Dataset)
+    prompts = list(_stored_prompts(dataset)) if is_stored else [row["prompt"] for row in islice(dataset, 1000)]
     row = max(range(len(prompts)), key=lambda row: len(str(prompts[row])))
     return row, len(tokens_of(prompts[row], tokenizer, template_kwargs))
 
