@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
+from xxhash import xxh3_128
 
 from ...checkpoints.rank_errors import on_main_process
 from ...evaluation.accuracy import accuracy_table
@@ -54,13 +55,25 @@ def evaluate_before(trainer: Trainer, inputs: Inputs) -> Evaluation | None:
 
 
 def _origin(parts: Sequence[tuple[str, str | None]]) -> list[Any]:
-    """Return what identifies a model: the sizes and times of its files, or its name on the Hub."""
+    """Return what identifies a model: the content of its files, or its name on the Hub."""
 
-    def stats(folder: str) -> list[Any]:
-        files = (file for pattern in _MODEL_FILES for file in sorted(Path(folder).glob(pattern)))
-        return [[file.name, (of_file := file.stat()).st_size, of_file.st_mtime_ns] for file in files]
+    def describe() -> list[Any]:
+        return [
+            [[file.name, _hash_of(file)] for pattern in _MODEL_FILES for file in sorted(Path(name).glob(pattern))]
+            if Path(name).is_dir()
+            else [name, revision]
+            for name, revision in parts
+        ]
 
-    return [stats(name) if Path(name).is_dir() else [name, revision] for name, revision in parts]
+    return on_main_process(describe)
+
+
+def _hash_of(file: Path) -> str:
+    digest = xxh3_128()
+    with file.open("rb") as content:
+        while block := content.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _save_results(trainer: Trainer, results: dict[str, Any]) -> None:
