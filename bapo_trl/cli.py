@@ -9,13 +9,13 @@ from pkgutil import resolve_name
 from . import __version__
 from .script.commands import EVALUATE, TRAIN, Command
 from .script.failures import FLAG, run_command
-from .script.recipes import is_true, look_ahead
+from .script.settings.recipes import is_true, look_ahead
 
 
 COMMANDS = {
     "train": ("bapo_trl.cli:train", "train a model"),
     "evaluate": ("bapo_trl.cli:evaluate", "measure the accuracy of a model"),
-    "recipes": ("bapo_trl.script.recipes:main", "list the built-in recipes for `--config`"),
+    "recipes": ("bapo_trl.script.settings.recipes:main", "list the built-in recipes for `--config`"),
     "compare": ("bapo_trl.compare.command:main", "compare several methods on one task, over several seeds"),
     "report": ("bapo_trl.report.command:main", "plot the metrics of runs, and check their health"),
     "serve": ("bapo_trl.script.serving:main", "start a vLLM server that generates for the trainer"),
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
 def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
     """
-    Do what flags and a recipe ask for, see [`~script.training.run`]; in a dry run, say what that would be.
+    Do what flags and a recipe ask for, see [`~script.run.train.run`]; in a dry run, say what that would be.
 
     With a flag of `_STARTS`, start processes that do it.
     """
@@ -65,18 +65,22 @@ def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
     # Before libraries are imported that read them then
     os.environ.update({name: str(value) for name, value in recipe.get("env", {}).items()})
     plans = is_true(flags.get("dry_run", recipe.get("dry_run", False)))
+    processes = sharding = None  # those of this process' launcher
     if _STARTS & flags.keys() and "help" not in flags:
-        from .script.launcher import start
+        from .script import launcher
 
-        return start(arguments, command, plans)
+        launch = launcher.read_arguments(arguments, command)
+        if not plans:
+            return launcher.run(launch)
+        arguments, processes, sharding = launcher.ranks_of(launch)
     if plans:
         from .script.plan import print_plan
 
-        return print_plan(arguments, command)
-    from .script.command_line import parse_arguments
+        return print_plan(arguments, command, processes, sharding)
+    from .script.settings.parser import parse_arguments
 
     settings = parse_arguments(arguments, command)  # a help text ends here, before a trainer is imported
-    from .script.training import run
+    from .script.run.train import run
 
     run(settings)
 

@@ -425,8 +425,8 @@ def qlora_memory(shape: Shape, in_4_bits: bool = True) -> tuple[Memory, float]:
     args = BAPOConfig(use_cpu=True, bf16=True, **{name: value for name, value in recipe.items() if name in known})
     args.use_cpu = False  # the machine that this runs on may have no GPU
     config, quantization = shape.config(), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
-    plan = plan_memory(args, config, "bfloat16", QLORA_PROMPT, 0, lora(), quantization if in_4_bits else None)
-    (memory,) = plan.columns.values()
+    found = plan_memory(args, config, "bfloat16", QLORA_PROMPT, lora(), quantization if in_4_bits else None)
+    (memory,) = found.values()
     return memory, 2 * shape_of(config).weights
 
 

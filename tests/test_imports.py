@@ -41,6 +41,19 @@ def test_imports_point_one_way(part, unknown):
     assert {name for name in imported(part) if name.removeprefix("bapo_trl.").partition(".")[0] in unknown} == set()
 
 
+LAYERS = ("failures commands console", "settings", "memory", "data", "models rewards", "preparation", "run",
+          "plan launcher serving")  # fmt: skip
+
+
+def test_the_scripts_layers_import_lower_ones():
+    above: set[str] = set()
+    for layer in reversed(LAYERS):
+        found = {name for part in layer.split() for name in imported(f"script/{part}")}
+        assert {name for name in found if name.startswith("bapo_trl.script.") and name.split(".")[2] in above} == set()
+        above |= {*layer.split()}
+    assert above == {path.stem for path in (PACKAGE / "script").iterdir()} - {"__init__", "__pycache__"}
+
+
 def test_imports_are_found():
     assert {"bapo_trl.replay.buffer.ReplayBuffer", "bapo_trl.report.runs.read_settings"} <= {
         *imported("replay"), *imported("script"), *imported("bapo_trainer")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
-from ..script.recipes import find_recipe, read_recipe
+from ..script.settings.recipes import find_recipe, read_recipe
 
 
 _KEYS = ("base", "arms", "over", "seeds", "measure", "accelerate")
@@ -110,10 +110,10 @@ class Study:
         The check assumes as many processes as a run has, on this machine or (`on_gpus`) on a machine with GPUs.
         Unknown flags raise `SystemExit` with 2, and print one line on stderr.
         """
-        from ..script.command_line import parse_arguments  # imports TRL
         from ..script.commands import Command
         from ..script.plan import as_in_processes
         from ..script.rewards import resolve_names
+        from ..script.settings.parser import parse_arguments  # imports TRL
 
         environment = dict(os.environ)
         try:

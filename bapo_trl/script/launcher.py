@@ -42,25 +42,6 @@ SETTINGS_TOO = ("debug", "gradient_accumulation_steps")
 """Flags of `accelerate launch` that are settings of the trainer, too: they are read as the latter."""
 
 
-def start(arguments: Sequence[str], command: Command = TRAIN, plans: bool = False) -> None:
-    """
-    Start the ranks of this node for `train` or `evaluate`; with `plans`, print what they would do.
-
-    Raises:
-        InputError: If the configuration does not exist.
-        SystemExit: As in [`run`].
-    """
-    args = read_arguments(arguments, command)
-    if plans:
-        from .plan import print_plan
-
-        validated, _, _ = launch._validate_launch_command(args)
-        processes = validated.num_processes or 1
-        flags = [each for each in args.training_script_args[1:] if each != FLAG]
-        return print_plan(flags, command, processes, _sharding(validated, processes))
-    run(args)
-
-
 def run(args: argparse.Namespace) -> None:
     """
     Run `accelerate launch` with its arguments.
@@ -89,13 +70,18 @@ def run(args: argparse.Namespace) -> None:
 
 
 def launch_of(accelerate: str) -> argparse.Namespace:
-    """Return the completed arguments of `accelerate launch` for a configuration; errors as in [`start`]."""
+    """Return the completed arguments of `accelerate launch` for a configuration."""
     validated, _, _ = launch._validate_launch_command(read_arguments(["--accelerate_config", accelerate]))
     return validated
 
 
 def read_arguments(arguments: Sequence[str], command: Command = TRAIN) -> argparse.Namespace:
-    """Return arguments of `accelerate launch` for those of a command, of which the ranks get the others."""
+    """
+    Return arguments of `accelerate launch` for those of a command, of which the ranks get the others.
+
+    Raises:
+        InputError: If the configuration does not exist.
+    """
     parser: Any = launch.launch_command_parser()
     parser.allow_abbrev = False
     parser.error = lambda message: reject(command.name, message)
@@ -123,15 +109,17 @@ def read_arguments(arguments: Sequence[str], command: Command = TRAIN) -> argpar
     return args
 
 
-def _sharding(args: argparse.Namespace, processes: int) -> "Sharding":
-    """Return how a launch with these completed arguments divides the model over the processes."""
+def ranks_of(args: argparse.Namespace) -> tuple[list[str], int, "Sharding"]:
+    """Return the flags of the ranks of a launch, their number, and how they divide the model."""
     from .memory import Sharding
 
-    if args.use_deepspeed:
-        path = args.deepspeed_config_file
-        zero = json.loads(Path(path).read_text())["zero_optimization"] if path else {"stage": args.zero_stage}
-        return Sharding.of_zero(zero, processes)
-    return Sharding(processes, stage=3 if args.use_fsdp else 0)
+    validated, _, _ = launch._validate_launch_command(args)
+    flags, processes = [each for each in args.training_script_args[1:] if each != FLAG], validated.num_processes or 1
+    if validated.use_deepspeed:
+        path = validated.deepspeed_config_file
+        zero = json.loads(Path(path).read_text())["zero_optimization"] if path else {"stage": validated.zero_stage}
+        return flags, processes, Sharding.of_zero(zero, processes)
+    return flags, processes, Sharding(processes, stage=3 if validated.use_fsdp else 0)
 
 
 def _set(args: argparse.Namespace, **values: Any) -> None:

@@ -7,7 +7,7 @@ bytes.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..batch.micro_batches import why_trimmed
 from ..errors import InputError
+from .console import aligned_rows
 
 
 GIB = 2**30
@@ -27,7 +28,6 @@ _FLOAT32 = 4
 _STATES = {"adafactor": 0, "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3}
 _TILE = (4096, 32768)  # tokens and columns of the logits that TRL's output head computes at once
 _BLOCK = 64  # weights of a 4-bit tensor with one absolute maximum, in bitsandbytes
-_FLOATS_OF_A_TILE = 7  # float32 copies in TRL's backward pass without Triton: scaled logits, probabilities, gradient
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class ModelShape:
     intermediate: int  # of a token: over all experts that it is sent to
     query: int  # heads times their size
     key_value: int
-    heads: int
     vocabulary: int
     trains_head: bool
     ties_head: bool
@@ -108,16 +107,19 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float
-    reference: float
-    activations: float
-    sampler: float = 0  # vLLM's share of the GPU in colocate mode
+    reference: float = 0
+    activations: float = 0
+    switched: float = 0  # activations with gradient checkpointing switched
     sampling: float = 0  # peak while transformers samples
+
+    @property
+    def states(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.reference
 
     @property
     def update(self) -> float:
         """Peak of an update."""
-        states = self.weights + self.gradients + self.optimizer + self.reference
-        return states + self.activations + self.sampler
+        return self.states + self.activations
 
 
 def quantized_weight_bytes(quantization: Any) -> float | None:
@@ -135,23 +137,26 @@ def quantized_weight_bytes(quantization: Any) -> float | None:
     return 1.0 if has["load_in_8bit"] else None
 
 
-def shape_of(config: Any, peft_config: Any = None, trust_remote_code: bool = False) -> ModelShape:
+def shape_of(
+    config: Any, peft_config: Any = None, trust_remote_code: bool = False, attention: str | None = None
+) -> ModelShape:
     """
     Return the shape of a model with this configuration, and of its adapter. Neither is changed.
 
     Raises:
-        InputError: If the model lacks a package, or cannot have the adapter.
+        InputError: If the model or its attention lacks a package, or the model cannot have the adapter.
     """
     try:
-        return _shape_of(config, peft_config, trust_remote_code)
+        model = _without_weights(config, trust_remote_code, attention)
+        with torch.device("meta"):
+            return _shape_of(model, copy.deepcopy(peft_config))
     except (ImportError, ValueError) as error:
         of = "The adapter does not fit the model" if peft_config is not None else "The model cannot be made"
         raise InputError(f"{of}: {str(error).strip().splitlines()[0]}") from error
 
 
-def _shape_of(config: Any, peft_config: Any, trust_remote_code: bool) -> ModelShape:
-    text = config.get_text_config()
-    model = _without_weights(config, trust_remote_code)
+def _shape_of(model: PreTrainedModel, peft_config: Any) -> ModelShape:
+    text = model.config.get_text_config()
     head, weights, adapter = model.get_output_embeddings(), _count(model.parameters()), 0
     ties_head = head is not None and head.weight is model.get_input_embeddings().weight
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
@@ -162,10 +167,8 @@ def _shape_of(config: Any, peft_config: Any, trust_remote_code: bool) -> ModelSh
     if peft_config is not None:
         from peft import get_peft_model
 
-        peft_config = copy.deepcopy(peft_config)
         peft_config.inference_mode = False  # as it is in a saved adapter
-        with torch.device("meta"):
-            get_peft_model(model, peft_config)
+        get_peft_model(model, peft_config)
         head = model.get_output_embeddings()  # may be trained as a whole
         adapter = _count(model.parameters()) - weights
     heads = getattr(text, "num_attention_heads", None) or 1
@@ -185,23 +188,10 @@ def _shape_of(config: Any, peft_config: Any, trust_remote_code: bool) -> ModelSh
         intermediate=intermediate,
         query=heads * head_size,
         key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
-        heads=heads,
         vocabulary=text.vocab_size,
         trains_head=head is not None and any(each.requires_grad for each in head.parameters()),
         ties_head=ties_head,
     )
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """The memory of a run, by the lengths of its completions."""
-
-    rows: int  # of a micro-batch
-    columns: dict[str, Memory]  # by lengths, in words
-    otherwise: list[float]  # peak of an update with gradient checkpointing switched, of each column
-    checkpointing: bool
-    sampled_rows: int
-    notes: list[str]
 
 
 def plan_memory(
@@ -209,114 +199,86 @@ def plan_memory(
     config: Any,
     dtype: Any,
     longest_prompt: int,
-    sampled_rows: int,
     peft_config: Any = None,
     quantization_config: Any = None,
     mean_length: int | None = None,
     sharding: Sharding = Sharding(),
-) -> MemoryPlan:
+) -> dict[str, Memory]:
     """
-    Return the memory of a run with these settings.
+    Return the memory that a process needs with these settings, by the lengths of its completions, in words.
 
     `config` and `dtype` (a name or a `torch.dtype`) are the model's. Completions have `max_completion_length` tokens
-    and, in a second column, `mean_length` on average. The arguments after it are as in [`~dry_run.dry_run`].
+    and, in a second column, `mean_length` on average. The other arguments are as in [`~plan.dry_run`]. vLLM's share of
+    the GPU comes on top.
     """
     limit, rows = args.max_completion_length, args.per_device_train_batch_size
-    init: Any = args.model_init_kwargs or {}
+    if mean_length is not None and not 1 <= mean_length <= limit:
+        raise InputError(
+            f"`dry_run_mean_length` is {mean_length}, but completions have 1 to {limit} tokens "
+            "(`max_completion_length`): set it to a number of these, or leave it out."
+        )
     weight = torch.empty((), dtype=getattr(torch, str(dtype).removeprefix("torch."))).element_size()
     compute = 2 if args.bf16 or args.fp16 else weight
-    quantization_config = quantization_config or getattr(config, "quantization_config", None)
-    precision = Precision(
-        compute if sharding.is_deepspeed else weight, compute, quantized_weight_bytes(quantization_config)
-    )
-    shape = shape_of(config, peft_config, args.trust_remote_code)
-    gpu_memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    quantized = quantized_weight_bytes(quantization_config or getattr(config, "quantization_config", None))
+    precision = Precision(compute if sharding.is_deepspeed else weight, compute, quantized)
+    attention = (args.model_init_kwargs or {}).get("attn_implementation")
+    shape = shape_of(config, peft_config, args.trust_remote_code, attention)
+    states = model_states(args.optim, shape, precision, sharding)
+    if args.beta != 0 and not shape.adapter:  # with an adapter, the reference is the same model without it
+        states = replace(states, reference=states.weights)
+    sampling = 0.0
+    if not args.use_vllm:
+        width = longest_prompt + limit
+        cache = 2 * (shape.num_layers + 1) * shape.key_value * precision.weight * width  # a layer's is copied to grow
+        last_logits = shape.vocabulary * (precision.weight + 2 * _FLOAT32)
+        whole = shape.weights * compute if sharding.stage >= 3 else 0  # TRL gathers the weights
+        sampling = states.states - states.gradients + whole + rows * args.steps_per_generation * (cache + last_logits)
+    gathered = 0.0
+    if sharding.stage >= 3:  # embeddings and head, and a layer with the next one
+        gathered = compute * ((1 if shape.ties_head else 2) * shape.head + 2 * shape.layer)
+
+    def of(batches: list[BatchShape]) -> Memory:
+        kept, switched = (
+            gathered + max(activations(shape, precision, each, checkpointing, attention) for each in batches)
+            for checkpointing in (args.gradient_checkpointing, not args.gradient_checkpointing)
+        )
+        return replace(states, activations=kept, switched=switched, sampling=sampling)
+
     at_limit = BatchShape(rows, longest_prompt, limit)
-    batches = {f"all of {limit} tokens": [at_limit]}
-    notes = []
+    columns = {f"all of {limit} tokens": of([at_limit])}
     if mean_length is not None:
         losses = ["entropy"] if args.entropy_coef or args.top_entropy_quantile < 1 else []
         trimmed = args.micro_batch_layout != "balanced" or why_trimmed(args, losses) is not None
         longest_alone = [replace(at_limit, rows=1), BatchShape(rows, longest_prompt, mean_length)]
-        batches[f"mean of {mean_length}"] = [at_limit] if trimmed else longest_alone
-        if trimmed:
-            notes.append("A shorter mean lowers nothing here: micro-batches are not balanced by length.")
-    if args.use_vllm and args.vllm_mode == "colocate" and not gpu_memory:
-        notes.append(f"vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the GPU besides (no GPU is here).")
-
-    if args.use_vllm and precision.quantized_weight is not None:
-        notes.append(f"vLLM holds the model unquantized: {2 * shape.weights / GIB:.2f} GiB of weights in bfloat16.")
-
-    def of(shapes: list[BatchShape], checkpointing: bool) -> Memory:
-        attention = init.get("attn_implementation") or "sdpa"
-        return estimate(args, shape, precision, shapes, sampled_rows, checkpointing, attention, sharding, gpu_memory)
-
-    return MemoryPlan(
-        rows=rows,
-        columns={name: of(shapes, args.gradient_checkpointing) for name, shapes in batches.items()},
-        otherwise=[of(shapes, not args.gradient_checkpointing).update for shapes in batches.values()],
-        checkpointing=args.gradient_checkpointing,
-        sampled_rows=0 if args.use_vllm else sampled_rows,
-        notes=notes,
-    )
+        columns[f"mean of {mean_length}"] = of([at_limit] if trimmed else longest_alone)
+    return columns
 
 
-def estimate(
-    args: Any,
-    shape: ModelShape,
-    precision: Precision,
-    micro_batches: Sequence[BatchShape],
-    sampled_rows: int,
-    checkpointing: bool,
-    attention: str = "sdpa",
-    sharding: Sharding = Sharding(),
-    gpu_memory: int = 0,
-) -> Memory:
-    """
-    Return the memory that a process needs.
-
-    Args:
-        args ([`BAPOConfig`]):
-            Settings of the run.
-        shape ([`ModelShape`]):
-            Shape of the model.
-        precision ([`Precision`]):
-            Bytes of a number.
-        micro_batches (`Sequence[BatchShape]`):
-            Shapes of the largest micro-batches. The one that needs most counts.
-        sampled_rows (`int`):
-            Samples of a generation on a rank, which transformers samples at once.
-        checkpointing (`bool`):
-            Whether gradient checkpointing is on.
-        attention (`str`):
-            Attention implementation. `"eager"` keeps the attention weights.
-        sharding ([`Sharding`]):
-            How the model is divided over ranks.
-        gpu_memory (`int`):
-            Memory of the GPU, which vLLM takes its share of in colocate mode.
-    """
-    states = model_states(args.optim, shape, precision, sharding)
-    # With an adapter, the reference model is the same model without it
-    reference = states.weights if args.beta != 0 and not shape.adapter else 0
-    in_colocate_mode = args.use_vllm and args.vllm_mode == "colocate"
-    sampler = gpu_memory * args.vllm_gpu_memory_utilization if in_colocate_mode else 0
-    sampling = 0.0
-    if not args.use_vllm:
-        width = max(each.width for each in micro_batches)
-        cache = 2 * (shape.num_layers + 1) * shape.key_value * precision.weight * width  # a layer's is copied to grow
-        last_logits = shape.vocabulary * (precision.weight + 2 * _FLOAT32)
-        whole = shape.weights * precision.compute if sharding.stage >= 3 else 0  # TRL gathers the weights
-        sampling = states.weights + states.optimizer + reference + whole + sampled_rows * (cache + last_logits)
-    largest = max(
-        activations(shape, precision, each, checkpointing, attention, not args.use_cpu) for each in micro_batches
-    )
-    return replace(
-        states,
-        reference=reference,
-        activations=largest + (_gathered(shape, precision) if sharding.stage >= 3 else 0),
-        sampler=0 if args.vllm_enable_sleep_mode else sampler,  # asleep, it frees its share
-        sampling=sampling,
-    )
+def memory_table(args: Any, columns: Mapping[str, Memory]) -> str:
+    """Return the memory as lines, in GiB: a column for each length of completions."""
+    switched = f"sum with{'out' if args.gradient_checkpointing else ''} gradient checkpointing"
+    rows = {
+        "weights": [each.weights for each in columns.values()],
+        "gradients": [each.gradients for each in columns.values()],
+        "optimizer states": [each.optimizer for each in columns.values()],
+        "reference model": [each.reference for each in columns.values()],
+        "activations and logits": [each.activations for each in columns.values()],
+        "sum": [each.update for each in columns.values()],
+        switched: [each.states + each.switched for each in columns.values()],
+        "while samples are sampled": [each.sampling for each in columns.values()],
+    }
+    sizes = {name: [f"{size / GIB:.2f}" for size in row] for name, row in rows.items() if any(row)}
+    cells = [(name, [cell.rjust(len(column)) for cell, column in zip(row, columns, strict=True)])
+             for name, row in {"completions": list(columns), **sizes}.items()]  # fmt: skip
+    where = "process" if args.use_cpu else "GPU"
+    lines = [
+        f"Memory per {where} in GiB, estimated; micro-batches of {args.per_device_train_batch_size} samples",
+        aligned_rows((name, "  ".join(row)) for name, row in cells),
+        "  Not counted: images, fragmentation, and the libraries' own memory.",
+    ]
+    if args.use_vllm and args.vllm_mode == "colocate" and not args.vllm_enable_sleep_mode:
+        lines.append(f"  vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the GPU besides.")
+    return "\n".join(lines)
 
 
 def model_states(optim: str, shape: ModelShape, precision: Precision, sharding: Sharding) -> Memory:
@@ -343,8 +305,6 @@ def model_states(optim: str, shape: ModelShape, precision: Precision, sharding: 
         weights=0 if "param" in sharding.offloaded else (weights + shape.adapter * of_adapter) / sharding.divisor(3),
         gradients=trained / sharding.divisor(2) + buckets,
         optimizer=0 if "optimizer" in sharding.offloaded else optimizer,
-        reference=0,
-        activations=0,
     )
 
 
@@ -353,8 +313,7 @@ def activations(
     precision: Precision,
     batch: BatchShape,
     checkpointing: bool,
-    attention: str = "sdpa",
-    on_gpu: bool = True,
+    attention: str | None = None,
 ) -> float:
     """
     Return the largest size of what a micro-batch keeps and computes besides weights, gradients and optimizer states.
@@ -366,12 +325,11 @@ def activations(
     stream = precision.weight * shape.hidden  # the residual stream has the type of the embeddings
     cast = precision.compute
     is_quantized = precision.quantized_weight is not None
-    eager = _attention_weights(shape, precision, batch) if attention == "eager" else 0
-    mask = (1 + cast) * batch.rows * batch.width**2 if attention == "sdpa" else 0
-    kept = batch.tokens * _kept_per_token(shape, precision) + eager
+    mask = (1 + cast) * batch.rows * batch.width**2 if attention in (None, "sdpa") else 0
+    kept = batch.tokens * _kept_per_token(shape, precision)
     wide = 3 * cast + (_FLOAT32 if shape.adapter else 0)  # an adapter's input has the adapter's type
-    gradients = batch.tokens * (wide * shape.intermediate + stream) + eager
-    head = _head(shape, precision, batch, on_gpu)
+    gradients = batch.tokens * (wide * shape.intermediate + stream)
+    head = _head(shape, precision, batch)
     head_gradient = _FLOAT32 * shape.head if shape.trains_head else 0
     pending = head_gradient if shape.ties_head else 0  # until the embeddings have theirs
     casts = cast * shape.layer if is_quantized or cast != precision.weight else 0  # of a layer's weights
@@ -397,37 +355,27 @@ def _kept_per_token(shape: ModelShape, precision: Precision) -> float:
     return norms + linear + precision.compute * (4 * shape.query + 3 * shape.intermediate)
 
 
-def _attention_weights(shape: ModelShape, precision: Precision, batch: BatchShape) -> float:
-    """Return the size of a layer's attention weights: the softmax in float32, and as it is used."""
-    return (_FLOAT32 + precision.compute) * batch.rows * shape.heads * batch.width**2
-
-
-def _head(shape: ModelShape, precision: Precision, batch: BatchShape, on_gpu: bool) -> float:
+def _head(shape: ModelShape, precision: Precision, batch: BatchShape) -> float:
     """
     Return what TRL's fused output head needs: a tile of logits, a tile of weights, hidden states and their gradient.
 
-    The whole logits are never there. With Triton, only completions are scored; without it, every position is, and
-    the tile is computed in float32 copies.
+    The whole logits are never there, and only completions are scored.
     """
-    tokens = batch.rows * batch.completion if on_gpu else batch.tokens
+    tokens = batch.rows * batch.completion
     columns = min(shape.vocabulary, _TILE[1])
-    copies = 0 if on_gpu else _FLOATS_OF_A_TILE * _FLOAT32
-    tile = min(tokens, _TILE[0]) * columns * (precision.compute + copies)
+    tile = min(tokens, _TILE[0]) * columns * precision.compute
     weights = columns * shape.hidden * precision.compute if precision.compute != precision.weight else 0
     hidden = tokens * shape.hidden * (precision.weight + _FLOAT32 + precision.compute)
     return tile + weights + hidden
 
 
-def _gathered(shape: ModelShape, precision: Precision) -> float:
-    """Return the weights that a rank gathers at once: embeddings and head, and a layer with the next one."""
-    return precision.compute * ((1 if shape.ties_head else 2) * shape.head + 2 * shape.layer)
-
-
-def _without_weights(config: Any, trust_remote_code: bool) -> PreTrainedModel:
+def _without_weights(config: Any, trust_remote_code: bool, attention: str | None) -> PreTrainedModel:
     """Return a model on the meta device, of the class that its configuration names."""
     name = (config.architectures or [""])[0]
     known = getattr(transformers, name, None)
     config = copy.deepcopy(config)  # the model writes to it
+    if attention is not None:
+        config._attn_implementation = attention
     with torch.device("meta"):
         if known is not None:
             return known(config)

@@ -18,8 +18,8 @@ from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, sums_model_path
 from ..upstream.stored_model import stored_quantization
 from ..upstream.trl_compat import create_model_from_path
-from .arguments import EMBEDDED
-from .command_line import Settings
+from .settings.arguments import EMBEDDED
+from .settings.parser import Settings
 
 
 _NEED_MATH = {"accuracy_reward", "reasoning_accuracy_reward"}  # reward functions that need math_verify

@@ -4,12 +4,10 @@ import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
-from time import strftime
 from typing import Any
 
 import torch
-from transformers import ProgressCallback
+from transformers import AutoConfig, ProgressCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
@@ -19,13 +17,11 @@ from ..evaluation.sampling import EvaluatedGRPOTrainer, EvaluatedTrainer
 from ..inputs.generation_config import check_can_be_saved, check_for_partial_rollouts, settings_of_model
 from ..inputs.prompt_checks import check_number_of_prompts
 from ..report.callback import ReportCallback
-from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
-from .arguments import EMBEDDED
-from .command_line import TRL, Settings
 from .console import ProgressBar
-from .datasets import Data, format_data, load_data
-from .earlier_run import continues
+from .data.columns import format_data
+from .data.load import Data, load_data
+from .data.prompts import check_chat_template, check_fit, check_prompts, check_tokenizer
 from .models import (
     Parts,
     check_can_merge,
@@ -35,8 +31,10 @@ from .models import (
     load_generation_config,
     load_processing_class,
 )
-from .prompts import check_chat_template, check_fit, check_prompts, check_tokenizer, named_datasets
 from .rewards import resolve_names
+from .settings.arguments import EMBEDDED
+from .settings.methods import TRL
+from .settings.parser import Settings
 
 
 Trainer = EvaluatedTrainer | EvaluatedGRPOTrainer
@@ -61,21 +59,11 @@ class ReportUntilTheEnd(ReportCallback):
         pass
 
 
-def load_data_and_rewards(settings: Settings) -> tuple[Data, list[Any], Callable[[str], str | None] | None]:
-    """Return the data, the reward functions and what finds an answer, as [`gather_inputs`] takes them."""
-    task, reward_funcs, extract_answer = resolve_names(settings)
-    return load_data(settings, task), reward_funcs, extract_answer
-
-
-def gather_inputs(
-    settings: Settings,
-    parts: Parts,
-    data: Data,
-    reward_funcs: list[Any],
-    extract_answer: Callable[[str], str | None] | None,
-) -> Inputs:
-    """Load the tokenizer, bring the prompts into their form, and reject what cannot be trained or evaluated on."""
+def gather_inputs(settings: Settings, parts: Parts) -> Inputs:
+    """Load data and tokenizer, form the prompts, and reject what cannot be trained or evaluated on."""
     script_args, training_args, model_args, _ = settings
+    task, reward_funcs, extract_answer = resolve_names(settings)
+    data = load_data(settings, task)
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
     check_packages(settings)
@@ -88,11 +76,9 @@ def gather_inputs(
         check_can_merge(parts)
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     data = format_data(data, script_args, processing_class)
-    on_main_process(lambda: check_prompts(data.prompts, data.test if training_args.do_eval else None))  # reads all
-    if training_args.do_train:
-        check_number_of_prompts(data.train, training_args)
-    for dataset in (data.train, data.test):
-        check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
+    name, revision = parts[-1]  # an adapter has the configuration of its base
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=training_args.trust_remote_code)
+    on_main_process(lambda: _check_data(data, processing_class, config, training_args))  # reads all prompts
     generation_config = load_generation_config(parts, training_args.trust_remote_code)
     of_model = settings_of_model(training_args, generation_config, processing_class)
     if training_args.do_train:
@@ -105,14 +91,9 @@ def gather_inputs(
 
 
 def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
-    """Load the model and make its trainer; set `model_init_kwargs` and `run_name` in the settings."""
+    """Load the model and make its trainer; set `model_init_kwargs` in the settings."""
     script_args, training_args, model_args, dataset_args = settings
     data = inputs.data
-    if "trackio" in training_args.report_to and training_args.run_name is None:
-        # Trackio ends a run with its training. What is logged afterwards is added to it by its name
-        folder = Path(training_args.output_dir).resolve()
-        earlier = read_settings(folder) if continues(training_args) else {}
-        training_args.run_name = earlier.get("run_name") or f"{folder.name}-{strftime('%Y%m%d-%H%M%S')}"
     model, quantization = _model_argument(inputs, training_args, model_args)
     peft_config = get_peft_config(model_args)
     if peft_config is not None:
@@ -132,7 +113,6 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
         quantization_config=quantization,
         peft_config=peft_config,
     )
-    check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         if sys.stderr.isatty():
@@ -142,19 +122,24 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
     return trainer
 
 
-def check_prompts_fit(trainer: Any, eval_dataset: Any = None) -> None:
-    """Reject a tokenizer or prompts that do not fit the model, as [`~prompts.check_fit`] does (`InputError`)."""
-    config, processing_class, args = trainer.model.config, trainer.processing_class, trainer.args
-    datasets = named_datasets(trainer.train_dataset, eval_dataset)
-    on_main_process(lambda: check_fit(config, processing_class, args, datasets))  # reads all prompts
+def _check_data(data: Data, processing_class: Any, config: Any, training_args: BAPOConfig) -> None:
+    """Reject prompts and a tokenizer that do not suit each other or the model (`InputError`)."""
+    datasets = {"train": data.train, "eval": data.test}
+    for name, dataset in datasets.items():
+        check_prompts(dataset, name)
+        check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
+    if training_args.do_train:
+        check_number_of_prompts(data.train, training_args)
+    check_fit(config, processing_class, training_args, datasets)
 
 
 def init_kwargs_of(training_args: BAPOConfig, model_args: ModelConfig, revision: str | None) -> dict[str, Any]:
     """Return the arguments that the model is loaded with."""
+    is_quantized = model_args.load_in_4bit or model_args.load_in_8bit
     return {
         "revision": revision,
         "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft, _is_quantized(model_args)),
+        "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft, is_quantized),
         "trust_remote_code": training_args.trust_remote_code,
         **(training_args.model_init_kwargs or {}),  # type: ignore[dict-item]
     }
@@ -165,10 +150,6 @@ def quantization_of(training_args: BAPOConfig, model_args: ModelConfig) -> Any:
     types = {"bfloat16": training_args.bf16, "float16": training_args.fp16}
     own = None if model_args.dtype == "auto" else model_args.dtype
     return get_quantization_config(replace(model_args, dtype=next((name for name in types if types[name]), own)))
-
-
-def _is_quantized(model_args: ModelConfig) -> bool:
-    return model_args.load_in_4bit or model_args.load_in_8bit
 
 
 def _model_argument(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:

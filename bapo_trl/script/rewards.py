@@ -13,9 +13,9 @@ from ..errors import InputError
 from ..evaluation.answers import EXTRACTORS, completion_text, gold_answers
 from ..evaluation.equality import given_answer, is_right
 from ..tasks import MadeTask
-from .arguments import EMBEDDED
-from .command_line import Settings
-from .datasets import make_task
+from .data.load import make_task
+from .settings.arguments import EMBEDDED
+from .settings.parser import Settings
 
 
 def _of_chats(reward: Callable) -> Callable:

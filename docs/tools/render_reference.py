@@ -22,10 +22,11 @@ from bapo_trl import cli
 from bapo_trl.bapo_config import own_fields
 from bapo_trl.compare import command as compare
 from bapo_trl.report import command as report
-from bapo_trl.script import recipes, serving
-from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script import serving
 from bapo_trl.script.commands import EVALUATE, TRAIN
+from bapo_trl.script.settings import recipes
+from bapo_trl.script.settings.arguments import BAPOScriptArguments
+from bapo_trl.script.settings.parser import parse_arguments
 
 
 DOCS = Path(__file__).resolve().parents[1]

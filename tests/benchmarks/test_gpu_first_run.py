@@ -21,8 +21,8 @@ from torch.autograd import DeviceType
 from trl.generation import vllm_generation
 
 from bapo_trl.compare.study import as_arguments
-from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import TRAIN
+from bapo_trl.script.settings.parser import parse_arguments
 from bapo_trl.tasks import character_tokenizer, load_task
 from benchmarks.common import ROOT
 from benchmarks.gpu_first_run import (

@@ -18,9 +18,10 @@ import benchmarks.gpu_first_run.__main__ as gpu_first_run
 from bapo_trl import BAPOConfig
 from bapo_trl.compare import command as compare_command
 from bapo_trl.report import command as report_command
-from bapo_trl.script import recipes, serving
-from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script import serving
 from bapo_trl.script.launcher import read_arguments
+from bapo_trl.script.settings import recipes
+from bapo_trl.script.settings.parser import parse_arguments
 from tests.docs.blocks import PAGES, all_blocks, commands_of
 from tests.helpers.commands import ROOT, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo

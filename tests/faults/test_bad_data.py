@@ -24,8 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.script.preparation import check_prompts_fit
-from bapo_trl.script.prompts import check_prompts, check_tokenizer
+from bapo_trl.script.data.prompts import check_fit, check_prompts, check_tokenizer
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.fixes import end_training
 from tests.helpers.alike import assert_same_tensors, weights_of
@@ -78,9 +77,7 @@ def stopped(trainer, error: type, message: str) -> None:
 def test_an_invalid_prompt_raises_an_error_with_its_row(prompts, message):
     dataset = Dataset.from_dict({"prompt": prompts})
     with pytest.raises(InputError, match=message):
-        check_prompts(dataset, None)
-    with pytest.raises(InputError, match=message.replace("train", "hard")):
-        check_prompts(toy_dataset(), {"hard": dataset})
+        check_prompts(dataset, "train")
 
 
 @pytest.mark.trainings
@@ -90,41 +87,43 @@ def test_a_stream_that_ends_before_a_generation_is_no_success(tmp_path):
         stopped(trainer, ValueError, "No update was made: the dataset ended before it filled one generation of 24")
 
 
+def check(trainer) -> None:
+    """Check the data of a trainer as the command line does."""
+    datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+    check_fit(trainer.model.config, trainer.processing_class, trainer.args, datasets)
+
+
 def rejected(folder, model, message: str, **settings) -> None:
-    """Check that the command line raises an error for a trainer."""
-    trainer = toy_trainer(folder, model, **settings)
     with pytest.raises(InputError, match=message):
-        check_prompts_fit(trainer, trainer.eval_dataset)
+        check(toy_trainer(folder, model, **settings))
 
 
 TOO_LONG = (
-    r"2 of the 43 prompts of the train dataset are too long: the longest, row 41, has 61 tokens, but the model's "
-    r"window of 64 .*leaves 57 before .*`max_completion_length` 7"
+    r"A prompt of the train dataset is too long: row 41 has 61 tokens, which leaves less than "
+    r"`max_completion_length` 7 of the model's window of 64"
 )
 
 
 @pytest.mark.trainings
-def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
+def test_prompts_that_do_not_fit_into_the_window(tmp_path):
     # 64 positions, of which a completion may take 7
     fits = {"train_dataset": Dataset.from_dict({"prompt": ["1" * 57] * 8})}
     assert toy_trainer(tmp_path, opt_model(), trainer_args=fits, max_steps=1).train().global_step == 1
     dataset = Dataset.from_dict({"prompt": [*SUMS, "1" * 58, "1" * 61, "1" * 57]})
-    many = Dataset.from_dict({"prompt": [*["1"] * 1234, "1" * 58, *["1"] * 1265]})
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE  # <u> before a message and <a> at the end
     chats = [[{"role": "user", "content": "1" * length}] for length in (*range(1, 12), 52)]
     chat = {"processing_class": tokenizer, "train_dataset": Dataset.from_dict({"prompt": chats})}
     for parts, settings, message in (
         ({"train_dataset": dataset}, {}, TOO_LONG),
-        ({"eval_dataset": dataset}, {}, "2 of the 43 prompts of the eval dataset"),
-        ({"train_dataset": many}, {}, "1 of the 835 prompts .* that were looked at .*the longest, row 1234, has 58"),
-        (chat, {}, r"1 of the 12 prompts .* row 11, has 58 tokens"),
-        ({}, {"max_completion_length": 64}, r"`max_completion_length` is 64, but the model's window .* is 64"),
+        ({"eval_dataset": dataset}, {}, "A prompt of the eval dataset is too long"),
+        (chat, {}, r"row 11 has 58 tokens"),
+        ({}, {"max_completion_length": 64}, "`max_completion_length` 64 of the model's window of 64"),
     ):
         rejected(tmp_path, opt_model(), message, trainer_args=parts, **settings)
     trainer = toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": dataset})
     with pytest.warns(UserWarning, match=TOO_LONG):  # rotary positions go on
-        check_prompts_fit(trainer)
+        check(trainer)
 
 
 # Files
@@ -200,7 +199,7 @@ def test_tokenizers_that_do_not_suit(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<image>"])
     trainer = toy_trainer(tmp_path, trainer_args={"processing_class": tokenizer}, max_steps=1)
-    check_prompts_fit(trainer)
+    check(trainer)
     assert trainer.train().global_step == 1
 
 

@@ -17,7 +17,7 @@ from bapo_trl import cli
 from bapo_trl.checkpoints.rank_errors import on_main_process
 from bapo_trl.evaluation import measure
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
-from bapo_trl.script import training
+from bapo_trl.script.run import train as training
 from bapo_trl.upstream.fixes import end_training
 from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.forked import run_function

@@ -82,7 +82,7 @@ def _environments(ranks: int) -> list[dict[str, str]]:
 def _forks() -> context.BaseContext:
     """Start the process that forks."""
     forks = get_context("forkserver")
-    forks.set_forkserver_preload(["bapo_trl.script.training", "deepspeed", __name__])
+    forks.set_forkserver_preload(["bapo_trl.script.run.train", "deepspeed", __name__])
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
     with patch.dict(os.environ, settings):

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 
-import bapo_trl.script.training  # noqa: F401 -- which the script itself loads late, after a fork
+import bapo_trl.script.run.train  # noqa: F401 -- which the script itself loads late, after a fork
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
 from tests.helpers.toy import ON_GPU, toy_model

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from bapo_trl.compare import execution
-from bapo_trl.script.datasets import make_task
+from bapo_trl.script.data.load import make_task
 from bapo_trl.tasks import gym_reward
 from benchmarks import chat_task
 from benchmarks.common import ROOT

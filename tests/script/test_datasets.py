@@ -9,8 +9,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 from trl import DatasetMixtureConfig
 
-from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.datasets import format_prompts, hold_out, load_mixture, load_splits
+from bapo_trl.errors import InputError
+from bapo_trl.script.data.columns import format_prompts
+from bapo_trl.script.data.load import hold_out, load_mixture, load_splits
+from bapo_trl.script.settings.arguments import BAPOScriptArguments
 from tests.helpers.script_runs import run
 
 
@@ -116,6 +118,15 @@ def test_saved_datasets_and_folders_of_files(tmp_path):
     assert load_splits(str(tmp_path / "one"))["train"].to_list() == ROWS
     assert load_splits(str(tmp_path / "two"))["test"].to_list() == ROWS[:1]
     assert load_splits(str(tmp_path / "files"))["test"].to_list() == ROWS[1:]
+
+
+def test_parts_of_a_mixture_keep_their_values_and_need_the_same_types(tmp_path):
+    write(tmp_path / "a.jsonl", WRITTEN)
+    write(tmp_path / "b.jsonl", '{"prompt": "5", "n": "forty"}')
+    parts = [{"path": "json", "data_files": str(tmp_path / name)} for name in ("a.jsonl", "b.jsonl")]
+    assert texts(load_mixture(DatasetMixtureConfig(datasets=parts[:1]))["train"]) == AS_WRITTEN
+    with pytest.raises(InputError, match="can't be aligned because the key n"):
+        load_mixture(DatasetMixtureConfig(datasets=parts))
 
 
 def test_held_out_prompts_are_always_the_same(tmp_path):

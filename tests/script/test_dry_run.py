@@ -48,19 +48,15 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     with nothing_written(tmp_path):
         run(dataset_name="train.jsonl", dry_run="true", beta=0.1)
     out = capsys.readouterr().out
-    assert out.startswith(f"BAPO on train.jsonl: {A_DRY_RUN}\n")
-    assert "\n                          1 process *  8 processes  32 processes\n" in out
-    assert "\n  prompts per generation            4           32           128\n" in out
-    assert "\n  samples per generation           12           96           384\n" in out
-    assert "\n  samples per update                6           48           192\n" in out
-    assert "\n  updates per epoch                 8            0             0\n" in out
-    assert "\n  Not possible on 8: a generation needs 32 prompts, but there are 16.\n" in out
-    assert "\n  max staleness             1 policy versions\n" in out
-    assert "\n  mean staleness            0.5 policy versions\n" in out
-    assert "\nPrompts: 16 prompts\n  tokens: 4 (5%), 4 (median), 6 (95%), 6 (longest)\n" in out
-    assert "\n  | 0+1=\n" in out
+    assert out.startswith(f"BAPO on train.jsonl: {A_DRY_RUN}\n\n")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert {
+        "samples per generation 12 (3 per prompt)", "samples per update 6 (1 process x 6 x 1 micro-batches)",
+        "updates per generation 2", "max staleness 1 policy versions", "mean staleness 0.5 policy versions",
+        "Prompts: 16, at most 6 tokens", "| 0+1=", "Rewards of an example completion, \"The answer is 1.\"",
+        "has_digit: 1",
+    } <= {*lines}  # fmt: skip
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
-    assert '\nRewards of an example completion, "The answer is 1."\n  has_digit: 1\n' in out
 
 
 def test_a_recipe_can_ask_for_it(capsys, tmp_path):
@@ -121,7 +117,7 @@ def test_the_memory_of_a_run(capsys, tmp_path):
     assert full["weights"] == full["gradients"] == [2.35]  # 630 million in float32
     assert full["optimizer states"] == [4.70]
     assert full["sum with gradient checkpointing"] < full["sum"]
-    assert full["while 12 samples are sampled"] > full["weights"]
+    assert full["while samples are sampled"] > full["weights"]
     assert "reference model" not in full
     assert [with_mean["weights"], with_mean["sum"][:1]] == [full["weights"] * 2, full["sum"]]
     assert with_mean["sum"][1] < with_mean["sum"][0]
@@ -175,24 +171,21 @@ PARTIAL = {"partial_rollout_oversampling": "1.5", "partial_rollout_chunk_length"
         ({"optim": "lomo"}, "lomo"),
         ({"push_to_hub": "true"}, "push_to_hub|offline"),
         ({"use_peft": "true", "lora_target_modules": "nothing"}, "Target modules .*nothing.* not found"),
-        ({"sync_ref_model": "true"}, "(?s)`?sync_ref_model.*beta"),
-        ({"sync_ref_model": "true", "beta": "0.1", "use_peft": "true"}, "(?i)sync_ref_model.*(adapter|peft)"),
-        ({"save_strategy": "best"}, "metric_for_best_model` (is not set|must be provided)"),
         ({"reward_weights": "1.0|2.0"}, "(?i)reward.weights"),
         ({"report_to": "wandbb"}, "wandbb is not supported"),
         ({"attn_implementation": "flash_attention_2"}, "(?i)flash.?attention"),
         ({"model_name_or_path": "greedy"}, "`generation_config` cannot be saved .*`temperature`.*do_sample"),
         ({**LONG, **PARTIAL}, "`min_new_tokens` .*`generation_config`.*partial rollouts"),
-        ({**LEARNED, "eval_dataset": "long.jsonl"}, "1 of the 4 prompts of the eval dataset"),
+        ({**LEARNED, "eval_dataset": "long.jsonl"}, "A prompt of the eval dataset is too long"),
         ({"use_vllm": "true"}, r"`use_vllm` needs the package vllm.*pip install 'bapo-trl\[vllm\]'"),
         ({"output_dir": "small/config.json"}, "small/config.json"),
         ({"resume_from_checkpoint": "true"}, "(?i)no (complete|valid) checkpoint"),
         ({"resume_from_checkpoint": "elsewhere/checkpoint-2"}, "elsewhere/checkpoint-2.*there is no such folder"),
-        ({**LEARNED, "dataset_name": "long.jsonl"}, "1 of the 4 prompts of the train dataset are too long"),
-        ({**LEARNED, "max_completion_length": "64"}, "`max_completion_length` is 64"),
+        ({**LEARNED, "dataset_name": "long.jsonl"}, "A prompt of the train dataset is too long"),
+        ({**LEARNED, "max_completion_length": "64"}, "`max_completion_length` 64"),
     ],
 )
-def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, message, monkeypatch, tmp_path, capsys):
+def test_what_the_run_stops_at_ends_the_dry_run(settings, message, monkeypatch, tmp_path, capsys):
     Path("broken_rewards.py").write_text(BROKEN_REWARDS)
     toy_model(vocab_size=9).save_pretrained("small")
     opt_model().save_pretrained("learned")
@@ -207,10 +200,10 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
         cli.main(["train", *arguments, "--dry_run"])
     out, err = capsys.readouterr()
     assert ended.value.code == 1
-    expected = "Evaluation only" if settings.get("do_train") == "false" else "\n  samples per generation           12 "
-    assert expected in out or "steps_per_generation" in settings
+    if "use_cpu" in settings:  # only the machine lacks something
+        assert "Evaluation only" in out if "do_train" in settings else "samples per generation" in out
     last = err.splitlines()[-1]
-    assert last.startswith("bapo-trl train: error: ")
+    assert last.startswith("bapo-trl train: error: ") or "broken_rewards.raises" in str(settings)
     assert re.search(message, last)
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", FROM_PRETRAINED)
     with pytest.raises(Exception, match=message):  # whatever a library or a user's reward raises
@@ -248,7 +241,5 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     with nothing_written(tmp_path):
         cli.main(["train", "--accelerate_config", "zero3", "--num_processes", "6", *command])
     out = capsys.readouterr().out
-    shown = (
-        ["Evaluation only"] if "aime" in recipe else ["\n  updates per generation", "  6 processes *  1 process  8"]
-    )
-    assert all(each in out for each in shown)
+    assert ("\nEvaluation only" if "aime" in recipe else " (6 processes x ") in out
+    assert "\nRewards of an example completion" in out

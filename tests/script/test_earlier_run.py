@@ -26,7 +26,7 @@ def run_dir(**files: bytes) -> None:
 @pytest.mark.parametrize("kept", ["model.safetensors", "adapter_model.safetensors", "checkpoint-2/optimizer.pt"])
 def test_a_training_does_not_replace_an_earlier_run(folder, monkeypatch, kept):
     run_dir(**{kept: b"of days"})
-    monkeypatch.setattr("bapo_trl.script.training.gather_inputs", lambda *args: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("bapo_trl.script.run.train.gather_inputs", lambda *args: pytest.fail("the model is loaded"))
     elsewhere = shutil.copytree("out", "other") if "checkpoint" in kept else None
     resume = {"resume_from_checkpoint": f"{elsewhere}/checkpoint-2"} if elsewhere else {}
     name = kept.split("/")[0]

@@ -10,12 +10,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bapo_trl import BAPOConfig
 from bapo_trl.script.memory import (
-    GIB,
     BatchShape,
     Precision,
     Sharding,
     activations,
-    estimate,
     model_states,
     plan_memory,
     shape_of,
@@ -54,8 +52,7 @@ def test_the_peak_of_an_update_is_that_of_a_gpu(name, peak, tmp_path):
     args.use_cpu = False  # as it was there
     adapter = lora() if load.uses_lora else None
     dtype = torch.bfloat16 if load.uses_lora else torch.float32
-    plan = plan_memory(args, load.shape.config(), dtype, PROMPT_TOKENS, 0, adapter)
-    (found,) = plan.columns.values()
+    (found,) = plan_memory(args, load.shape.config(), dtype, PROMPT_TOKENS, adapter).values()
     assert found.update == pytest.approx(peak, rel=0.05)
     kept = found.weights + found.gradients + found.optimizer
     assert found.activations == pytest.approx(peak - kept, rel=0.15)
@@ -80,14 +77,13 @@ def kept_bytes(model, num_rows, width):
     return sum(size for size, _ in kept.values())
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("precision", "uses_lora"), [(MIXED, False), (BF16, True)])
-def test_without_checkpointing_a_layer_keeps_what_autograd_keeps(precision, uses_lora, attention):
+def test_without_checkpointing_a_layer_keeps_what_autograd_keeps(precision, uses_lora):
     sizes, config, rows, width = [], None, 2, 100
     for num_layers in (1, 3):
         config = Qwen2Config(
             vocab_size=100, hidden_size=256, intermediate_size=1024, num_hidden_layers=num_layers,
-            num_attention_heads=8, num_key_value_heads=2, attn_implementation=attention,
+            num_attention_heads=8, num_key_value_heads=2,
         )  # fmt: skip
         model = Qwen2ForCausalLM(config).to(torch.float32 if precision.weight == 4 else torch.bfloat16)
         if uses_lora:
@@ -95,7 +91,7 @@ def test_without_checkpointing_a_layer_keeps_what_autograd_keeps(precision, uses
         sizes.append(kept_bytes(model, rows, width))
     adapter = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM") if uses_lora else None
     shape, batch = shape_of(config, adapter), BatchShape(rows, 0, width)
-    more = [activations(replace(shape, num_layers=layers), precision, batch, False, attention) for layers in (1, 3)]
+    more = [activations(replace(shape, num_layers=layers), precision, batch, False) for layers in (1, 3)]
     assert (more[1] - more[0]) / 2 == pytest.approx((sizes[1] - sizes[0]) / 2, rel=0.1)
 
 
@@ -127,19 +123,19 @@ def test_zero_divides_the_states_and_ddp_copies_the_gradients():
     assert Sharding.of_zero({"stage": 3, "offload_param": {"device": "cpu"}}, 8) == Sharding(8, 3, True, ("param",))
 
 
-def test_vllm_the_reference_model_and_sampling(tmp_path):
+def test_the_reference_model_and_sampling(tmp_path):
     args = BAPOConfig(tmp_path, use_cpu=True, bf16=False, num_generations=2, per_device_train_batch_size=2)
-    shape, batches = shape_of(QWEN_05B.config()), [BatchShape(2, 100, 900)]
-    alone = estimate(args, shape, MIXED, batches, 64, True)
+    args.max_completion_length, args.steps_per_generation = 900, 32
+
+    def planned(adapter=None):
+        (found,) = plan_memory(args, QWEN_05B.config(), torch.float32, 100, adapter).values()
+        return found
+
+    alone = planned()
     cache = 64 * 1000 * 2 * 24 * 128 * 4  # samples, tokens, keys and values, layers, width, bytes
     assert alone.sampling > alone.weights + alone.optimizer + cache
     args.beta = 0.1
-    assert estimate(args, shape, MIXED, batches, 64, True).update == alone.update + alone.weights
-    with_lora = estimate(args, shape_of(QWEN_05B.config(), lora()), MIXED, batches, 64, True)
-    assert with_lora.reference == 0
-    args.beta, args.use_vllm, args.vllm_mode = 0.0, True, "colocate"
-    with_vllm = estimate(args, shape, MIXED, batches, 64, True, gpu_memory=80 * GIB)
-    assert with_vllm.sampler == args.vllm_gpu_memory_utilization * 80 * GIB
-    assert (with_vllm.update, with_vllm.sampling) == (alone.update + with_vllm.sampler, 0)
-    args.vllm_enable_sleep_mode = True
-    assert estimate(args, shape, MIXED, batches, 64, True, gpu_memory=80 * GIB).update == alone.update
+    assert planned().update == alone.update + alone.weights
+    assert planned(lora()).reference == 0
+    args.use_vllm = True
+    assert planned().sampling == 0

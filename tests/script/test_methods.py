@@ -3,7 +3,8 @@
 import pytest
 import yaml
 
-from bapo_trl.script.command_line import METHOD_SETTINGS, METHODS, parse_arguments
+from bapo_trl.script.settings.methods import METHOD_SETTINGS, METHODS
+from bapo_trl.script.settings.parser import parse_arguments
 from tests.helpers.commands import ROOT
 
 

@@ -3,8 +3,9 @@
 import pytest
 from datasets import Dataset
 
-from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.datasets import Data, format_data, format_prompts
+from bapo_trl.script.data.columns import format_data, format_prompts
+from bapo_trl.script.data.load import Data
+from bapo_trl.script.settings.arguments import BAPOScriptArguments
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import chat_tokenizer
 

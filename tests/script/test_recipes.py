@@ -5,8 +5,8 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.recipes import recipe_names
+from bapo_trl.script.settings.parser import parse_arguments
+from bapo_trl.script.settings.recipes import recipe_names
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, completions, fill_folder, results, train_bapo
 

@@ -1,19 +1,16 @@
-"""Prompts as the model gets them, and reward functions called once."""
+"""The prompt that takes most tokens, and reward functions called once."""
 
 from datasets import Dataset
 
-from bapo_trl.script.plan import try_rewards
-from bapo_trl.script.prompts import look_at_prompts
+from bapo_trl.script.data.prompts import longest_prompt
+from bapo_trl.script.plan import example_rewards
 from bapo_trl.tasks import character_tokenizer
 
 
-def test_lengths_of_prompts_are_quantiles_of_tokens():
-    dataset = Dataset.from_dict({"prompt": ["1" * length for length in range(1, 101)]})
-    prompts = look_at_prompts(dataset, character_tokenizer(), room=90)
-    assert prompts.lengths == {0.05: 5, 0.5: 50, 0.95: 95, 1.0: 100}
-    assert (prompts.too_long, prompts.num_prompts, prompts.num_sampled, prompts.first) == (10, 100, 100, "1")
-    assert not prompts.lacks_messages
-    assert look_at_prompts(dataset, character_tokenizer(), room=None).too_long == 0
+def test_the_longest_prompt_is_found():
+    dataset = Dataset.from_dict({"prompt": ["1" * length for length in (3, 90, 5)]})
+    for prompts in (dataset, dataset.to_iterable_dataset()):
+        assert longest_prompt(prompts, character_tokenizer()) == (1, 90)
 
 
 ROW = {"prompt": "1+1=", "solution": "2", "level": 3}
@@ -32,8 +29,5 @@ async def of_a_service(completions, **kwargs):
 
 
 def test_each_reward_function_is_called_as_the_trainer_calls_it():
-    found = try_rewards([of_columns, of_a_service], ROW, character_tokenizer())
-    assert [(each.name, each.value, each.error) for each in found] == [
-        ("of_columns", 1.0, None),
-        ("of_a_service", None, None),
-    ]
+    found = example_rewards([of_columns, of_a_service], ROW, character_tokenizer())
+    assert found.splitlines()[1:] == ["  of_columns: 1", "  of_a_service: none"]

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import EVALUATE, TRAIN
-from bapo_trl.script.recipes import RECIPES
+from bapo_trl.script.settings.parser import parse_arguments
+from bapo_trl.script.settings.recipes import RECIPES
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import run

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bapo_trl.script.datasets import make_task
+from bapo_trl.script.data.load import make_task
 from bapo_trl.tasks import gym
 from bapo_trl.tasks.gym import read_answer
 from bapo_trl.tasks.sums import last_number_reward

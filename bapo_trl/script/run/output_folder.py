@@ -7,14 +7,14 @@ from pathlib import Path
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..bapo_config import BAPOConfig
-from ..checkpoints.files import checkpoint_names, find_defect
-from ..errors import InputError
-from ..report.runs import SETTINGS_FILE
-from .arguments import EMBEDDED
-from .command_line import Settings
-from .models import Parts, merged_folder
-from .recipes import DEMO_FOLDER
+from ...bapo_config import BAPOConfig
+from ...checkpoints.files import checkpoint_names, find_defect
+from ...errors import InputError
+from ...report.runs import SETTINGS_FILE
+from ..models import Parts, merged_folder
+from ..settings.arguments import EMBEDDED
+from ..settings.parser import Settings
+from ..settings.recipes import DEMO_FOLDER
 
 
 _MODEL = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_config\.json")

@@ -5,7 +5,7 @@ from typing import Any
 
 from trl import ScriptArguments
 
-from ..errors import InputError
+from ...errors import InputError
 
 
 EMBEDDED = "embedded"

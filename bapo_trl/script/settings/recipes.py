@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from ..errors import InputError
+from ...errors import InputError
 
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 DEMO_FOLDER = "outputs/quickstart"  # `output_dir` in the recipe `quickstart`
 
 

@@ -20,8 +20,8 @@ import pyarrow
 from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
 from datasets.features.features import register_feature
 
-from .. import __version__
-from ..inputs.written_values import DECODER, as_number, to_json
+from ... import __version__
+from ...inputs.written_values import DECODER, as_number, to_json
 
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")  # of JSON
@@ -87,20 +87,9 @@ def with_columns(
     dataset: Dataset | IterableDataset, make: Callable[[dict[str, Any]], dict[str, Any]], removed: list[str]
 ) -> Dataset | IterableDataset:
     """Return the dataset with the columns that `make` returns for each row, and without the removed columns."""
+    features = dataset.features
     if isinstance(dataset, IterableDataset) or not is_as_written(dataset):
         return dataset.map(make, remove_columns=removed)
-    return _with_written_columns(dataset, make, removed)
-
-
-def store_as_written(dataset: Dataset, name: str) -> Dataset:
-    """Return the dataset with one of its columns stored as written; raise a `TypeError` if JSON cannot hold it."""
-    return _with_written_columns(dataset, lambda row: {name: row[name]}, [])
-
-
-def _with_written_columns(
-    dataset: Dataset, make: Callable[[dict[str, Any]], dict[str, Any]], removed: list[str]
-) -> Dataset:
-    features = dataset.features
 
     def extend(table: pyarrow.Table) -> pyarrow.Table:
         made = [make(features.decode_example(row)) for row in table.to_pylist()]
@@ -123,13 +112,7 @@ def _rows(paths: list[str], separator: str | None, version: Any, columns: tuple[
 
 
 def _read(path: str, separator: str | None) -> Iterator[dict[str, Any]]:
-    try:
-        yield from _read_json(path) if separator is None else _read_csv(path, separator)
-    except UnicodeDecodeError as error:
-        with fsspec.open(path, "rb", compression="infer") as file:
-            line = next(n for n, line in enumerate(file, start=1) if line.decode(errors="ignore").encode() != line)
-        bad = f"{error.reason} {error.object[error.start]:#04x}"
-        raise ValueError(f"'{path}' has a byte in line {line} that is not UTF-8: {bad}") from error
+    return _read_json(path) if separator is None else _read_csv(path, separator)
 
 
 def _read_csv(path: str, separator: str) -> Iterator[dict[str, Any]]:
@@ -141,37 +124,16 @@ def _read_csv(path: str, separator: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_json(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON file: an object per line, objects over several lines, or an array (of texts too)."""
-    number = None  # of the line, if each line has its own object
+    """Yield the rows of a JSON file: objects, on a line each or over several lines, or an array of them."""
+    with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+        text, end = file.read(), 0
     try:
-        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-            lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-            start, first = next(lines, (1, ""))
-            if not _is_object(first):
-                yield from _read_values("\n" * (start - 1) + first + file.read())
-                return
-            for number, line in chain([(start, first)], lines):  # noqa: B007 - read where an error is caught
-                row = DECODER.decode(line)
+        while begin := _NEXT.match(text, end):
+            value, end = DECODER.raw_decode(text, begin.end())
+            for row in value if isinstance(value, list) else [value]:
                 if not isinstance(row, dict):
-                    raise json.JSONDecodeError("the line is not an object", line, 0)
+                    raise json.JSONDecodeError("it is not an object", text, begin.end())
                 yield row
     except json.JSONDecodeError as error:
-        at = f"line {number or error.lineno}: {error.msg} at column {error.colno}"
+        at = f"line {error.lineno}: {error.msg} at column {error.colno}"
         raise ValueError(f"'{path}' has a JSON parse error in {at}") from error
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(DECODER.decode(line), dict)
-    except json.JSONDecodeError:
-        return False
-
-
-def _read_values(text: str) -> Iterator[dict[str, Any]]:
-    end = 0
-    while begin := _NEXT.match(text, end):
-        value, end = DECODER.raw_decode(text, begin.end())
-        for item in value if isinstance(value, list) else [value]:
-            if not isinstance(item, dict | str):
-                raise json.JSONDecodeError("an item is not an object", text, begin.end())
-            yield {"text": item} if isinstance(item, str) else item

@@ -1,0 +1,1 @@
+"""Datasets by name: loaded, brought into columns that trainer and rewards read, and checked."""

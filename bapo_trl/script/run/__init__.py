@@ -1,0 +1,1 @@
+"""A run: training, evaluation, and what may be replaced in the output folder."""
