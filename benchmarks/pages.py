@@ -30,10 +30,9 @@ from bapo_trl import BAPOConfig
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
-from bapo_trl.plan.memory import GIB, Memory, plan_memory, shape_of
+from bapo_trl.script.memory import GIB, Memory, plan_memory, shape_of
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
 from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_3B, QWEN_7B, QWEN_15B, Shape, lora
-from benchmarks.gpu_first_run.table import rewards_by_variant
 from benchmarks.health_rates import health_table
 from benchmarks.regime_contributions import PARTS
 from benchmarks.regime_verdict import (
@@ -370,8 +369,18 @@ def regime_contributions_table() -> str:
 def gpu_chat_table() -> str:
     """Return the rewards of the chat model on a GPU, by sampler and feature."""
     cases = json.loads((RESULTS / "gpu_h200.json").read_text())["parts"]["chat"]["cases"]
-    header = ["sampler and settings", "seeds", "first rollout batch", "last quarter", "last quarter, by seed"]
-    return markdown(header, rewards_by_variant(cases))
+    variants = defaultdict(list)
+    for case, row in cases.items():
+        variants[case.partition(", seed ")[0]].append([one["reward"] for one in row["generations"]])
+    lines = []
+    for variant, runs in variants.items():
+        ends = [fmean(rewards[-max(1, len(rewards) // 4) :]) for rewards in runs]
+        first = fmean(rewards[0] for rewards in runs)
+        by_seed = ", ".join(f"{end:.2f}" for end in ends)
+        lines.append([variant, str(len(runs)), f"{first:.2f}", f"{fmean(ends):.2f}", by_seed])
+    return markdown(
+        ["sampler and settings", "seeds", "first rollout batch", "last quarter", "last quarter, by seed"], lines
+    )
 
 
 def gpu_curve_table() -> str:

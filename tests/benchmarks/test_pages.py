@@ -5,7 +5,7 @@ import yaml
 from scipy import stats
 
 from bapo_trl.compare.results import Row
-from bapo_trl.plan.memory import GIB
+from bapo_trl.script.memory import GIB
 from benchmarks import llm_speed, pages
 from benchmarks.gpu_first_run.shapes import QWEN_15B
 
