@@ -15,7 +15,6 @@ from unittest.mock import patch
 import psutil
 import pytest
 import torch
-from trl.generation import vllm_generation
 
 from bapo_trl.compare.study import as_arguments
 from bapo_trl.script.command_line import parse_arguments
@@ -25,8 +24,8 @@ from benchmarks.common import ROOT
 from benchmarks.gpu_first_run import layouts, plan, qlora, sharded, to_accuracy, trainers
 from benchmarks.gpu_first_run.table import render
 from benchmarks.update_cost import make_for_layout
+from tests.helpers.fake_vllm import take_scripted_llm
 from tests.helpers.forked import run_python
-from tests.helpers.scripted_llm import SamplingParams, ScriptedLLM
 from tests.helpers.toy import toy_model
 
 
@@ -244,9 +243,7 @@ def test_a_sharded_training_takes_all_gpus_and_settings_of_the_full_size(tmp_pat
 @pytest.mark.parametrize("case", ["bfloat16, vLLM", "4 bits, vLLM", "4 bits, transformers"])
 def test_qlora_trains_a_model_in_4_bits_with_and_without_vllm(case, tmp_path, monkeypatch):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm_generation, "LLM", ScriptedLLM, raising=False)
-    monkeypatch.setattr(vllm_generation, "SamplingParams", SamplingParams, raising=False)
+    take_scripted_llm(monkeypatch)
     monkeypatch.setattr(qlora, "load_chat_sums", lambda seed: load_task(seed))
     toy_model(hidden_size=64).save_pretrained(tmp_path)
     character_tokenizer().save_pretrained(tmp_path)

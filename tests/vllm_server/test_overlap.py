@@ -18,7 +18,7 @@ from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.upstream.fixes import end_training
 from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.commands import succeeded
-from tests.helpers.failing_server import RUN, ModelServer, client_of
+from tests.helpers.fake_vllm import RUN, ModelServer, client_of
 from tests.helpers.forked import run_function
 from tests.helpers.toy import InUpdate, digits_reward, ending_model, terminate, toy_dataset, toy_trainer, training_logs
 

@@ -6,7 +6,7 @@ import torch
 
 from bapo_trl.vllm_server import client as server_client
 from bapo_trl.vllm_server.client import LimitedAdapter
-from tests.helpers.failing_server import ModelServer, client_of
+from tests.helpers.fake_vllm import ModelServer, client_of
 from tests.test_bapo_config import config
 
 
