@@ -24,7 +24,7 @@ E2E_EDITABLE = $(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-d
 	--config-settings editable_mode=compat --editable . --editable plugins/vllm_gloo && \
 	rm -rf *.egg-info plugins/vllm_gloo/*.egg-info
 
-.PHONY: demo demo-llm notebooks test test-all golden test-gpu test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
+.PHONY: demo demo-llm notebooks test test-all golden test-gpu test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm clean
 
 demo: $(VENV)/.installed
 	@$(OFFLINE) $(BIN)/python train_bapo.py
@@ -97,23 +97,13 @@ style: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-test
-	$(BIN)/python -m benchmarks.search_cost
 	$(BIN)/python -m benchmarks.update_cost
-	$(BIN)/python -m benchmarks.replay_queue
-	$(BIN)/python -m benchmarks.save_cost
-	$(BIN)/python -m benchmarks.partial_rollouts --sampler transformers
+	for cost in search replay save; do $(BIN)/python -m benchmarks.costs $$cost || exit; done
 	$(BIN)/python -m benchmarks.pages
 
 # The chat model: the work of the demo in CPU-seconds
 bench-llm: $(VENV)/.installed-test $(VENV)/.installed-llm
-	$(BIN)/python -m benchmarks.llm_speed
-	$(BIN)/python -m benchmarks.pages
-
-bench-vllm: $(E2E_CACHE)/.installed $(VENV)/.installed-test
-	$(E2E_EDITABLE)
-	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.partial_rollouts --sampler vllm
-	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.server_checks
-	$(BIN)/python -m benchmarks.pages
+	$(BIN)/python -m benchmarks.costs llm
 
 # The suite in every corner of compat/corners.cfg, or in one: make test-compat CORNER=oldest
 test-compat:

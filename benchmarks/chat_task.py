@@ -5,7 +5,7 @@ problems, and SmolLM2-135M-Instruct after a short supervised warm-up on worked a
     python -m benchmarks.chat_task chain_sum     # outputs/tasks/chat_chain_sum/: model/, train.jsonl, test.jsonl
     python -m benchmarks.chat_task leg_counting  # both need the extras llm and reasoning-gym
 
-The warm-up should reach an accuracy of 0.25 to 0.35 on the held-out problems (sampled; the script prints it).
+The warm-up should reach an accuracy of 0.25 to 0.35 on the held-out problems (sampled, as `bapo-trl evaluate` does).
 `chain_sum` reached 0.18 after 4 steps, 0.27 after 5, 0.36 after 6, 0.56 after 16; `leg_counting` 0.13 after 12, 0.18
 after 16, 0.28 after 17, 0.42 after 18, 0.72 after 24. `--steps` sets another number. Greatest common divisors and
 filtered numbers were tried as the second task: 4 more steps changed their accuracy by 0.02 and -0.04.
@@ -24,7 +24,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from bapo_trl.tasks import gym_reward, load_gym_task, smollm2_path
+from bapo_trl.tasks import load_gym_task, smollm2_path
 from benchmarks.common import ROOT
 
 
@@ -108,32 +108,13 @@ def start(name: str, train: Dataset, steps: int, model: Path) -> tuple[Any, Any]
     return trainer.model.merge_and_unload().to(torch.bfloat16), trainer.processing_class
 
 
-def sampled(model, tokenizer, rows: Dataset, max_new_tokens: int = 64) -> tuple[list[float], list[int]]:
-    """Return the rewards and lengths of one sampled completion per problem."""
-    torch.manual_seed(0)
-    rewards, lengths = [], []
-    for batch in rows.batch(128):
-        inputs = tokenizer.apply_chat_template(
-            batch["prompt"], add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt",
-            padding_side="left",
-        )  # fmt: skip
-        with torch.no_grad():
-            output = model.generate(**inputs, do_sample=True, max_new_tokens=max_new_tokens, top_k=0)
-        completions = output[:, inputs["input_ids"].shape[1] :]
-        rewards += gym_reward(tokenizer.batch_decode(completions, skip_special_tokens=True), batch["entry"])
-        lengths += (completions != tokenizer.pad_token_id).sum(dim=1).tolist()
-    return rewards, lengths
-
-
-def write_task(name: str, folder: Path, steps: int, model: Path) -> tuple[Any, Any, Dataset]:
-    """Write a task's problems and the model after its warm-up; return model, tokenizer and held-out problems."""
+def write_task(name: str, folder: Path, steps: int, model: Path) -> None:
+    """Write a task's problems, and the model after its warm-up."""
     train, held_out = problems(name)
-    trained, tokenizer = start(name, train, steps, model)
-    trained.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    for part in start(name, train, steps, model):
+        part.save_pretrained(folder / "model")
     for split, rows in (("train", train), ("test", held_out)):
         rows.to_json(folder / f"{split}.jsonl")
-    return trained, tokenizer, held_out
 
 
 def main() -> None:
@@ -142,12 +123,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps of the supervised start, to try others")
     options = parser.parse_args()
     folder = ROOT / "outputs" / "tasks" / f"chat_{options.task}"
-    steps = options.steps or TASKS[options.task].steps
-    model, tokenizer, held_out = write_task(options.task, folder, steps, smollm2_path())
-    rewards, lengths = sampled(model.eval(), tokenizer, held_out)
-    for what, is_right in (("right", True), ("wrong", False)):
-        some = [length for reward, length in zip(rewards, lengths, strict=True) if (reward == 1) == is_right]
-        print(f"{what}: {len(some)} of {len(rewards)}, {sum(some) / max(1, len(some)):.1f} tokens")
+    write_task(options.task, folder, options.steps or TASKS[options.task].steps, smollm2_path())
     print(f"Written: {folder}")
 
 

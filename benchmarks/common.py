@@ -71,6 +71,13 @@ def time_s(function: Callable[[], object], device: str = "cpu") -> float:
     return time.perf_counter() - start
 
 
+def cpu_s(function: Callable[[], object]) -> float:
+    """Return the CPU time of one call, in seconds, of all threads of the process."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
 # Result files
 
 

@@ -17,8 +17,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
+from operator import getitem
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,13 +33,10 @@ from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from bapo_trl.script.memory import GIB, Memory, plan_memory, shape_of
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
-from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_3B, QWEN_7B, QWEN_15B, Shape, lora
-from benchmarks.gpu_first_run.table import rewards_by_variant
-from benchmarks.health_rates import health_table
-from benchmarks.regime_contributions import PARTS
-from benchmarks.regime_verdict import (
+from benchmarks.few_positive import (
     ARMS,
     LEVEL,
+    PARTS,
     Setting,
     by_setting,
     compared,
@@ -46,6 +44,8 @@ from benchmarks.regime_verdict import (
     finals_by_rate,
     setting_of,
 )
+from benchmarks.gpu_first_run.shapes import QWEN_05B, QWEN_3B, QWEN_7B, QWEN_15B, Shape, lora
+from benchmarks.health_rates import health_table
 
 
 MARK = re.compile(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -69,7 +69,6 @@ WEIGHTS = {
     "BAPO": "BAPO",
     "GRPO": "GRPO",
 }
-ROUNDINGS = {"base": "no adapter", "nearest": "nearest", "stochastic": "stochastic"}  # of a merged adapter, for vLLM
 QWEN = {"0.5B": QWEN_05B, "1.5B": QWEN_15B, "3B": QWEN_3B, "7B": QWEN_7B}
 GPUS, QLORA_PROMPT = (16, 24, 40, 80), 512  # sizes in GiB, and tokens
 ASYNC_METHODS = ("GRPO", "clip-higher", "BAPO", "widest bounds")
@@ -234,28 +233,15 @@ def chat_settings() -> dict[str, Finals]:
     return found
 
 
-def difference(by_arm: Finals, arm: str, baseline: str) -> str:
-    """Return the difference of two arms over the seeds that both have, and their number, as text."""
-    found = differences(by_arm, [(arm, baseline)]) if arm in by_arm else []
-    return f"{with_interval(found[0].mean, '.3f', '+')} ({len(found[0].values)})" if found else "-"
+def differences_table(baseline: str, places: Mapping[str, Finals], arms: Mapping[str, str]) -> str:
+    """Return a table of differences from an arm over the seeds that both have, with their number."""
 
+    def cell(by_arm: Finals, arm: str) -> str:
+        found = differences(by_arm, [(arm, baseline)]) if arm in by_arm else []
+        return f"{with_interval(found[0].mean, '.3f', '+')} ({len(found[0].values)})" if found else "-"
 
-def short_methods_table() -> str:
-    """Return the differences of the published methods from BAPO on the hard task."""
-    by_setting = [finals(rows("stability", **{TASK: "running totals", UPDATES: name})) for name in STALE]
-    lines = [[arm, *(difference(by_arm, arm, "BAPO") for by_arm in by_setting)] for arm in METHODS]
-    return markdown(
-        ["difference from BAPO (common seeds)", *(f"{name} updates per generation" for name in STALE)], lines
-    )
-
-
-def weights_table() -> str:
-    """Return the differences of arms with a weight on negative tokens from VESPO, on both small tasks."""
-    places = [(task, updates) for task in ("running totals", "sums") for updates in STALE]
-    by_place = [finals(rows("balance", **{TASK: task, UPDATES: updates})) for task, updates in places]
-    lines = [[text, *(difference(by_arm, arm, "VESPO") for by_arm in by_place)] for arm, text in WEIGHTS.items()]
-    header = (f"{'`running_totals`' if task != 'sums' else '`sums`'}, {updates} updates" for task, updates in places)
-    return markdown(["difference from VESPO (common seeds)", *header], lines)
+    lines = [[text, *(cell(by_arm, arm) for by_arm in places.values())] for arm, text in arms.items()]
+    return markdown([f"difference from {baseline} (common seeds)", *places], lines)
 
 
 def replay_table() -> str:
@@ -370,8 +356,18 @@ def regime_contributions_table() -> str:
 def gpu_chat_table() -> str:
     """Return the rewards of the chat model on a GPU, by sampler and feature."""
     cases = json.loads((RESULTS / "gpu_h200.json").read_text())["parts"]["chat"]["cases"]
-    header = ["sampler and settings", "seeds", "first rollout batch", "last quarter", "last quarter, by seed"]
-    return markdown(header, rewards_by_variant(cases))
+    variants = defaultdict(list)
+    for case, row in cases.items():
+        variants[case.partition(", seed ")[0]].append([one["reward"] for one in row["generations"]])
+    lines = []
+    for variant, runs in variants.items():
+        ends = [fmean(rewards[-max(1, len(rewards) // 4) :]) for rewards in runs]
+        first = fmean(rewards[0] for rewards in runs)
+        by_seed = ", ".join(f"{end:.2f}" for end in ends)
+        lines.append([variant, str(len(runs)), f"{first:.2f}", f"{fmean(ends):.2f}", by_seed])
+    return markdown(
+        ["sampler and settings", "seeds", "first rollout batch", "last quarter", "last quarter, by seed"], lines
+    )
 
 
 def gpu_curve_table() -> str:
@@ -391,31 +387,22 @@ def chat_rate_table() -> str:
     return markdown(["seed", *(str(step) for step, _ in rows[0]["curve"]), "largest drop"], lines)
 
 
-def lora_transfer_table() -> str:
-    """Return how far vLLM's weights are from the trainer's policy, by the adapter's training."""
-    results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
-    kinds = [(dtype, kind) for dtype in ("float32", "bfloat16") for kind in ROUNDINGS]
-    lines = [
-        [f"{row['learning_rate']:g}", str(row["updates"]), *(f"{row[dtype][kind]:.3f}" for dtype, kind in kinds)]
-        for row in results
-    ]
-    return markdown(["learning rate", "updates", *(f"{ROUNDINGS[kind]}, {dtype}" for dtype, kind in kinds)], lines)
+def results_table(
+    name: str, columns: Mapping[str, Callable[[dict], str]], is_shown: Callable[[dict], bool] = lambda row: True
+) -> str:
+    """Return a table of a benchmark's results: a column for each name, with the text of a row."""
+    results = filter(is_shown, json.loads((RESULTS / f"{name}.json").read_text())["results"])
+    return markdown([*columns], [[cell(row) for cell in columns.values()] for row in results])
 
 
-def qlora_transfer_table() -> str:
-    """Return how far vLLM's weights are from the policy of a trainer in 4 bits, by the adapter's training."""
-    results = json.loads((RESULTS / "qlora_transfer.json").read_text())["results"]
-    lines = [
-        [
-            str(row["updates"]),
-            f"{row['no adapter']:.3f}",
-            f"{row['nearest']:.3f}",
-            f"{min(row['stochastic']):.3f} to {max(row['stochastic']):.3f}",
-            f"{row['merged into the unquantized base']:.3f}",
-        ]
-        for row in results
-    ]
-    return markdown(["updates", "no adapter", "nearest", "stochastic", "merged into the unquantized base"], lines)
+def number(*keys: str, form: str = "{:.3f}") -> Callable[[dict], str]:
+    """Return a cell that shows what stands in a row under nested keys."""
+    return lambda row: form.format(reduce(getitem, keys, row))
+
+
+def quartiles(key: str) -> Callable[[dict], str]:
+    """Return a cell that shows a median and its quartiles."""
+    return lambda row: "{median:.2f} ({lower_quartile:.2f} to {upper_quartile:.2f})".format(**row[key])
 
 
 def qlora_memory(shape: Shape, in_4_bits: bool = True) -> tuple[Memory, float]:
@@ -444,35 +431,6 @@ def qlora_memory_table() -> str:
     return markdown([*header, "vLLM's weights", "sum in 4 bits", "GPU"], lines)
 
 
-def overlap_time_table() -> str:
-    """Return what overlapped generation saves, by how long a generation takes beside its training."""
-    lines = []
-    for row in json.loads((RESULTS / "overlap.json").read_text())["results"]:
-        seconds = [row[name]["median"] for name in ("generation", "training")]
-        ratios = [
-            f"{row[name]['median']:.2f} ({row[name]['lower_quartile']:.2f} to {row[name]['upper_quartile']:.2f})"
-            for name in ("speedup", "over_longer")
-        ]
-        lines.append([*(f"{second:.2f} s" for second in seconds), *ratios])
-    return markdown(
-        ["generation", "training", "speed-up", "time of a generation step over the longer of the two"], lines
-    )
-
-
-def layout_table() -> str:
-    """Return what micro-batches without padding save, by the lengths and the advantages of the samples."""
-    lines = []
-    for row in json.loads((RESULTS / "layout_cost.json").read_text())["results"]:
-        ratios = [
-            f"{row[name]['median']:.2f} ({row[name]['lower_quartile']:.2f} to {row[name]['upper_quartile']:.2f})"
-            for name in ("update", "generation")
-        ]
-        lines.append([row["name"], *ratios, f"{row['memory']:.2f}", f"{row['computed']:.2f}"])
-    return markdown(
-        ["completions", "update", "generation with its scoring", "peak memory", "computed / tokens"], lines
-    )
-
-
 def overlap_accuracy_table() -> str:
     """Return final accuracies without and with overlapped generation, and the difference."""
     lines = []
@@ -498,24 +456,83 @@ def async_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "methods": short_methods_table,
+    "methods": lambda: differences_table(
+        "BAPO",
+        {
+            f"{name} updates per generation": finals(rows("stability", **{TASK: "running totals", UPDATES: name}))
+            for name in STALE
+        },
+        dict(zip(METHODS, METHODS, strict=True)),
+    ),
     "methods_by_updates": methods_table,
     "variants": variants_table,
-    "weights": weights_table,
+    "weights": lambda: differences_table(
+        AGAINST,
+        {
+            f"`{task.replace(' ', '_')}`, {updates} updates": finals(rows("balance", **{TASK: task, UPDATES: updates}))
+            for task in ("running totals", "sums")
+            for updates in STALE
+        },
+        WEIGHTS,
+    ),
     "replay": replay_table,
     "chat": lambda: final_table(chat_settings(), AGAINST, CHAT_NAMES, corrected=True),
     "tied": lambda: final_table(
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),
-    "lora_transfer": lora_transfer_table,
-    "qlora_transfer": qlora_transfer_table,
+    # How far vLLM's weights are from the trainer's policy, by the adapter's training
+    "lora_transfer": lambda: results_table(
+        "lora_transfer",
+        {"learning rate": number("learning_rate", form="{:g}"), "updates": number("updates", form="{}")}
+        | {
+            f"{shown}, {dtype}": number(dtype, kind)
+            for dtype in ("float32", "bfloat16")
+            for kind, shown in (("base", "no adapter"), ("nearest", "nearest"), ("stochastic", "stochastic"))
+        },
+    ),
+    "qlora_transfer": lambda: results_table(
+        "qlora_transfer",
+        {
+            "updates": number("updates", form="{}"),
+            "no adapter": number("no adapter"),
+            "nearest": number("nearest"),
+            "stochastic": lambda row: f"{min(row['stochastic']):.3f} to {max(row['stochastic']):.3f}",
+            "merged into the unquantized base": number("merged into the unquantized base"),
+        },
+    ),
     "qlora_memory": qlora_memory_table,
     "gpu_chat": gpu_chat_table,
     "gpu_curve": gpu_curve_table,
     "chat_rate": chat_rate_table,
     "health": health_table,
-    "layout": layout_table,
-    "overlap_time": overlap_time_table,
+    "layout": lambda: results_table(
+        "layout_cost",
+        {
+            "completions": number("name", form="{}"),
+            "update": quartiles("update"),
+            "generation with its scoring": quartiles("generation"),
+            "peak memory": number("memory", form="{:.2f}"),
+            "computed / tokens": number("computed", form="{:.2f}"),
+        },
+    ),
+    "overlap_time": lambda: results_table(
+        "overlap",
+        {
+            **{name: number(name, "median", form="{:.2f} s") for name in ("generation", "training")},
+            "speed-up": quartiles("speedup"),
+            "time of a generation step over the longer of the two": quartiles("over_longer"),
+        },
+    ),
+    "partial_rollouts": lambda: results_table(
+        "partial_rollouts",
+        {
+            **{name: number(name, form="{}") for name in ("sampler", "oversampling", "chunk")},
+            "decode steps": number("steps_ratio", "median", form="{:.2f}"),
+            "idle slots": number("idle_ratio", "median", form="{:.2f}"),
+            "wall time": number("wall_ratio", "median", form="{:.2f}"),
+        },
+        lambda row: row["oversampling"] > 1,
+    ),
     "overlap_accuracy": overlap_accuracy_table,
     "async": async_table,
     "regime": regime_table,

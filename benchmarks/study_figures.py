@@ -14,8 +14,8 @@ from bapo_trl.compare.results import Row
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import compare
 from benchmarks.common import ROOT
+from benchmarks.few_positive import APART, ARMS, by_setting, complete
 from benchmarks.pages import AGAINST, CHAT_NAMES, STALE, TASK, UPDATES, Finals, chat_settings, rows
-from benchmarks.regime_verdict import APART, ARMS, by_setting, complete
 
 
 METHODS = ("GRPO", "clip-higher", "BAPO")

@@ -2,13 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
+
+from benchmarks.common import in_turns
+
+
+T = TypeVar("T")
 
 
 class UpdateClock(TrainerCallback):
@@ -33,8 +38,6 @@ class SteppedTraining(TrainerCallback):
         self.forwards = 0  # passes of the model
         self._resume = threading.Semaphore(0)
         self._stops: SimpleQueue[Exception | None] = SimpleQueue()
-        self._around: AbstractContextManager = nullcontext()
-        self._entered = ExitStack()
         self._thread = threading.Thread(target=self._train, daemon=True)
         trainer.add_callback(self)
         trainer.model.register_forward_pre_hook(self._count_forward)
@@ -44,9 +47,8 @@ class SteppedTraining(TrainerCallback):
         self._thread.start()
         self._wait_for_stop()
 
-    def update(self, around: AbstractContextManager | None = None):
-        """Run one update, up to the next one, in the training's thread, within the context `around`."""
-        self._around = around or nullcontext()
+    def update(self):
+        """Run one update, up to the next one, in the training's thread."""
         self._resume.release()
         self._wait_for_stop()
 
@@ -56,10 +58,8 @@ class SteppedTraining(TrainerCallback):
         self._thread.join()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self._entered.close()
         self._stops.put(None)
         self._resume.acquire()
-        self._entered.enter_context(self._around)
 
     def _train(self):
         error = None
@@ -75,3 +75,20 @@ class SteppedTraining(TrainerCallback):
 
     def _count_forward(self, module, inputs):
         self.forwards += 1
+
+
+def train_in_turns(
+    trainers: Mapping[str, GRPOTrainer],
+    updates: int,
+    measure: Callable[[SteppedTraining, Callable[[], None]], T],
+) -> dict[str, list[T]]:
+    """Train all trainers in turns, update by update, on the same samples; return what `measure` returns of each."""
+    runs = {name: SteppedTraining(trainer) for name, trainer in trainers.items()}
+    for run in runs.values():
+        run.start()
+    measured: dict[str, list[T]] = {name: [] for name in trainers}
+    for index, name in in_turns(trainers, updates):
+        torch.manual_seed(index)  # by which TRL shuffles the samples of a generation: the same for all trainers
+        run = runs[name]
+        measured[name].append(measure(run, run.update if index < updates - 1 else run.finish))
+    return measured

@@ -18,11 +18,10 @@ from bapo_trl.checkpoints.files import MANIFEST, UNFINISHED, find_defect
 from bapo_trl.checkpoints.run_lock import LOCK
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.errors import InputError
-from tests.helpers import save_kills
 from tests.helpers.commands import run_command, succeeded
+from tests.helpers.faults import Start, kill_and_resume, names
 from tests.helpers.forked import run_function
 from tests.helpers.hub import push_to_stand_in
-from tests.helpers.save_events import Start, names
 from tests.helpers.toy import InUpdate, terminate, toy_dataset, toy_run, toy_trainer
 from tests.replay.test_mixer import REPLAY
 
@@ -50,7 +49,7 @@ SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, which, count, ranks):
     """Within a save, in a round of a generation, between two updates."""
     timeout_s = 3600 if which == "all" else 400
-    printed = succeeded(run_function(save_kills.main, tmp_path, kind, which, timeout_s=timeout_s))
+    printed = succeeded(run_function(kill_and_resume, tmp_path, kind, which, timeout_s=timeout_s))
     kills = [json.loads(line) for line in printed.splitlines()]
     assert len(kills) == count if which != "all" else len(kills) >= 20
     assert {kill["ranks"] for kill in kills} == ranks

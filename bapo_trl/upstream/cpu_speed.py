@@ -2,7 +2,7 @@
 Speed-ups for training language models on CPUs; [`speed_up_cpu`] applies all of them.
 
 Each speed-up leaves the results unchanged, up to rounding (2e-5 in log-probabilities), except for bfloat16, which
-rounds as on a GPU. `benchmarks/llm_speed.py` measures each.
+rounds as on a GPU. `benchmarks/costs.py` measures them.
 """
 
 import functools

@@ -1,1 +1,1 @@
-"""First run on a GPU: checks that all variants train, and measures updates, host waits and partial rollouts."""
+"""Runs on a GPU: time to an accuracy, micro-batches without padding, sharded resuming, and QLoRA."""

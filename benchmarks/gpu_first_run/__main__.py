@@ -1,48 +1,33 @@
 """
-The first run on a GPU: one command, no download, no weights.
+Runs on a GPU whose answer is still open: one command, no download.
 
     python -m benchmarks.gpu_first_run --output first_run.json
     python -m benchmarks.gpu_first_run --output first_run.json --continue first_run.json
     python -m benchmarks.gpu_first_run --table first_run.json
 
-Needs torch, transformers, trl, datasets, peft and accelerate. Most models are random weights of the shapes of Qwen2.5
-0.5B and 7B. The small cases of all parts come first. The whole takes `--minutes` at most: a case is started only if
-the longest one of its part so far took less than what is left, and is cut at the limit. The file is written after each
-case, so that it is complete wherever the command is cut. Cases that need a GPU, vLLM, DeepSpeed or a chat model are
-skipped where there is none. `--device cpu --sizes tiny` tries the command itself.
+Needs torch, transformers, trl, datasets, peft and accelerate. The whole takes `--minutes` at most: a case is started
+only if the longest one of its part so far took less than what is left, and is cut at the limit. The file is written
+after each case, so that it is complete wherever the command is cut. Cases that need a GPU, vLLM, DeepSpeed or a chat
+model are skipped where there is none. `--device cpu --sizes tiny` tries the command itself.
 
-Parts, with their goals relative to GRPOTrainer:
+Parts, in this order:
 
-    time      comes first: seconds, without evaluations, until SmolLM2-135M with LoRA (`--chat_model FOLDER`) reaches
-              an accuracy on `chain_sum`, sampled by vLLM: GRPOTrainer with TRL's defaults, and the recommendation;
-              three seeds, in eight minutes; checks that the reward rises, and that each phase takes time
-    runs      each variant trains, with gradients above 0 and weights that change; with gradient checkpointing in
-              bfloat16; fixed bounds give GRPOTrainer's weights, or differ as little as GRPOTrainer from itself
-    cost      device time (sum of kernel times) and wall time of an update on stale samples, with kernels and waits of
-              the host: `micro_batch` and `carried_over` at most 1.02 times, `batch` about 1.25 with checkpointing
-    layout    wall time and peak memory above idle of an update without padding and skipped samples, 0.5B, in at most
-              100 s on an H100: at most 1.02 times (equal lengths), 0.40 and 0.5 times (lognormal), 0.22 and 0.4 times
-              (45 % of groups without advantage); the same norms of gradients
-    memory    peak memory, at most 1.02 times
-    reads     calls per update that wait for the device, with their lines: two more
-    search    the bound search on a million tokens: 10 times faster than a loop, the same bounds as on a CPU
-    sharded   FSDP2 and DeepSpeed ZeRO-3, one rank each: 16 updates, resumed at update 8, with the same weights; the
-              time of a save
-    colocate  vLLM inside the trainer, with LoRA, all weights, sleep mode, replay and partial rollouts:
-              log-probabilities of sampler and trainer agree within bfloat16 arithmetic; tokens per second
-    learns    reward over 64 updates of the demo's sums, by transformers and vLLM, each with and without partial
-              rollouts: four curves that agree
-    chat      SmolLM2-135M with LoRA (`--chat_model FOLDER`), three seeds: adapter rounded to the nearest and
-              stochastically, with and without replay and partial rollouts: rewards as when sampled by transformers
+    time      seconds, without evaluations, until SmolLM2-135M with LoRA (`--chat_model FOLDER`) reaches an accuracy on
+              `chain_sum`, sampled by vLLM: GRPOTrainer with TRL's defaults, and the recommendation; three seeds, in
+              eight minutes; checks that the reward rises, and that each phase takes time
+    layout    wall time and peak memory above idle of an update without padding and skipped samples, random weights of
+              Qwen2.5-0.5B's shape, relative to GRPOTrainer, in at most 100 s on an H100: at most 1.02 times (equal
+              lengths), 0.40 and 0.5 times (lognormal), 0.22 and 0.4 times (45 % of groups without advantage); the same
+              norms of gradients
+    sharded   FSDP2 and DeepSpeed ZeRO-3, on all GPUs of the machine: 16 updates, resumed at update 8, with the same
+              weights; the time of a save
     qlora     SmolLM2-135M with LoRA (`--chat_model FOLDER`), its base in 4 bits and in bfloat16: rewards by vLLM
               and by transformers
-    rollouts  partial rollouts against whole generations, long-tailed lengths: 1.5 times less wall time
 """
 
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 import signal
 import subprocess
@@ -55,8 +40,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common import command_line
-from benchmarks.gpu_first_run.parts import PARTS
-from benchmarks.gpu_first_run.plan import make_plan, run_plan, write
+from benchmarks.gpu_first_run.plan import PARTS, make_plan, run_plan, write
 from benchmarks.gpu_first_run.shapes import SIZES
 from benchmarks.gpu_first_run.table import render
 from benchmarks.gpu_first_run.trainers import Setup
@@ -83,17 +67,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file to write")
     parser.add_argument("--continue", dest="old", type=Path, metavar="OLD", help="file of a call that was cut")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print the tables of docs/study_gpu.md from a file")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the tables of a file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sizes", choices=sorted(SIZES), default="full")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)}; all by default")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=MINUTES, help="limit on the whole; default: %(default)s")
     parser.add_argument(
-        "--chat_model",
-        type=Path,
-        metavar="FOLDER",
-        help="SmolLM2-135M-Instruct, for the parts `time`, `chat` and `qlora`",
+        "--chat_model", type=Path, metavar="FOLDER", help="SmolLM2-135M-Instruct, for the parts `time` and `qlora`"
     )
     parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="where DeepSpeed is, for the part `sharded`")
     return parser
@@ -120,8 +101,6 @@ def main() -> None:
         rows |= {case: {"skipped": it.lacks} for case, it in PARTS[name](setup).items() if it.lacks}
     write(with_statuses(content, setup), args.output)
 
-    if setup.on_gpu:  # one, of those that are there
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left on the device
     try:
         run_plan(plan, setup, args.output, deadline)
@@ -139,6 +118,8 @@ def read_earlier(args: argparse.Namespace, parser: argparse.ArgumentParser) -> d
     content = json.loads(args.old.read_text())
     if content["asked"] != asked:
         parser.error(f"{args.old} was made with {content['asked']}, not with {asked}")
+    if unknown := ", ".join(content["parts"].keys() - PARTS.keys()):
+        parser.error(f"{args.old} has parts of an earlier version: {unknown}. Start a new file.")
     for part in content["parts"].values():
         part["cases"] = {case: row for case, row in part["cases"].items() if not {"error", "skipped"} & row.keys()}
     return content

@@ -15,7 +15,8 @@ from benchmarks.watched_training import UpdateClock
 class WritingClock(UpdateClock):
     def on_train_end(self, args, state, control, **kwargs):
         super().on_train_end(args, state, control, **kwargs)
-        Path(sys.argv[1]).write_text(json.dumps([after - before for before, after in pairwise(self.readings)]))
+        if state.is_world_process_zero:
+            Path(sys.argv[1]).write_text(json.dumps([after - before for before, after in pairwise(self.readings)]))
 
 
 if __name__ == "__main__":

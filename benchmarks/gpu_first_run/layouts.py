@@ -1,4 +1,4 @@
-"""Measure time and memory of an update without padding and skipped samples, on the workloads of `layout_cost`."""
+"""Measure time and memory of an update without padding and skipped samples, on the workloads of `update_cost`."""
 
 import statistics
 import tempfile
@@ -10,7 +10,16 @@ import torch
 
 from benchmarks.common import time_s
 from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, free, trained_model
-from benchmarks.layout_cost import WARMUP_GENERATIONS, WORKLOADS, Workload, logged, make, measure_in_turns
+from benchmarks.update_cost import (
+    UPDATES,
+    WARMUP_GENERATIONS,
+    WORKLOADS,
+    Workload,
+    by_generation,
+    logged,
+    make_for_layout,
+)
+from benchmarks.watched_training import SteppedTraining, train_in_turns
 
 
 KINDS = ("grpo", "bapo")
@@ -25,7 +34,7 @@ def _measure(setup: Setup, workload: Workload) -> dict:
     sizes, progress = setup.sizes, Progress(workload.name)
     generations = WARMUP_GENERATIONS + sizes.layout_rounds
 
-    def measure(update: Callable[[], None]) -> tuple[float, int | None]:
+    def measure(run: SteppedTraining, update: Callable[[], None]) -> tuple[float, int | None]:
         found = _time_and_memory(update, setup)
         progress.say(f"an update: {found[0]:.2f} s")
         return found
@@ -34,12 +43,12 @@ def _measure(setup: Setup, workload: Workload) -> dict:
         warnings.simplefilter("ignore")
         model = trained_model(setup, sizes.trained, uses_lora=False)
         trainers = {
-            kind: make(
-                kind, workload, f"{folder}/{kind}", generations, model, setup, sizes.layout_rows, sizes.layout_tokens
+            kind: make_for_layout(
+                kind, workload, f"{folder}/{kind}", model, generations, setup, sizes.layout_rows, sizes.layout_tokens
             )
             for kind in KINDS
         }
-        measured = measure_in_turns(trainers, generations, measure)
+        measured = by_generation(train_in_turns(trainers, generations * UPDATES, measure))
         norms = {kind: logged(trainer, "grad_norm") for kind, trainer in trainers.items()}
         padding = {name: logged(trainers["bapo"], f"padding/{name}") for name in ("computed", "skipped")}
     row = {

@@ -1,11 +1,11 @@
-"""Order the cases, run them in processes within the time limit, and write their results to a file."""
+"""The parts, and their cases: run in processes within the time limit, with results in a file."""
 
 import json
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -14,10 +14,17 @@ from unittest.mock import patch
 
 import psutil
 
-from benchmarks.gpu_first_run.parts import OWN_PROCESS, PARTS
-from benchmarks.gpu_first_run.trainers import Case, Setup
+from benchmarks.gpu_first_run.layouts import layout
+from benchmarks.gpu_first_run.qlora import qlora
+from benchmarks.gpu_first_run.sharded import sharded
+from benchmarks.gpu_first_run.to_accuracy import time_to_accuracy
+from benchmarks.gpu_first_run.trainers import Case, Setup, first_gpu
 
 
+PARTS: dict[str, Callable[[Setup], dict[str, Case]]] = {
+    "time": time_to_accuracy, "layout": layout, "sharded": sharded, "qlora": qlora,
+}  # fmt: skip
+OWN_PROCESS = ("sharded", "qlora")  # a process for each case; the cases of the others share one
 CASE_RAISED = 3  # exit code of a process whose last case raised: the others get another one
 UNFINISHED = "did not end"
 
@@ -31,9 +38,9 @@ class Planned(NamedTuple):
 
 
 def make_plan(parts: Sequence[str], setup: Setup) -> list[Planned]:
-    """Return the cases that can run on this machine: the first stage of each part, then the second, and so on."""
-    cases = [Planned(part, name, case) for part in parts for name, case in PARTS[part](setup).items()]
-    return sorted((each for each in cases if each.case.lacks is None), key=lambda each: each.case.stage)
+    """Return the cases that can run on this machine, part by part in the order of `PARTS`."""
+    cases = [Planned(part, name, case) for part in PARTS if part in parts for name, case in PARTS[part](setup).items()]
+    return [each for each in cases if each.case.lacks is None]
 
 
 def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float) -> None:
@@ -69,7 +76,7 @@ def _run(batch: Sequence[Planned], setup: Setup, path: Path, deadline: float) ->
     child = multiprocessing.get_context("spawn" if is_spawned else "fork").Process(
         target=run_cases, args=(names, setup, path, deadline)
     )
-    with patch.dict(os.environ, batch[0].case.environment):
+    with patch.dict(os.environ, first_gpu() if setup.on_gpu and batch[0].part != "sharded" else {}):
         child.start()
     try:
         child.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Check that a sharded training in one process resumes exactly, and measure the time of its saves."""
+"""Check that a sharded training on all GPUs resumes exactly, and measure the time of its saves."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from bapo_trl.script.launcher import CONFIGS
 from benchmarks.common import ROOT
-from benchmarks.gpu_first_run.trainers import Case, Setup, sums_task
+from benchmarks.gpu_first_run.trainers import Case, Setup, first_gpu, sums_task
 from benchmarks.warm_start import warm_start_path
 
 
@@ -27,7 +27,7 @@ FLAGS = {
 
 
 def sharded(setup: Setup) -> dict[str, Case]:
-    return {name: Case(partial(_resume, setup, name), stage=1, lacks=_find_lack(setup, name)) for name in LAUNCH_FILES}
+    return {name: Case(partial(_resume, setup, name), _find_lack(setup, name)) for name in LAUNCH_FILES}
 
 
 def _resume(setup: Setup, name: str) -> dict:
@@ -38,6 +38,7 @@ def _resume(setup: Setup, name: str) -> dict:
         start = warm_start_path(setup.seed, sums_task(setup))
         weights, others, before = (load_file(run / "model.safetensors") for run in (straight, resumed, start))
         return {
+            "processes": 1 if LAUNCH_FILES[name] is None else max(1, torch.cuda.device_count()),
             "updates": len(seconds),
             "updates_resumed": len(seconds_resumed),
             "largest_difference": _largest_difference(weights, others),
@@ -65,7 +66,7 @@ def _train(setup: Setup, name: str, folder: Path, checkpoint: Path | None = None
     command = [sys.executable]
     if launch_file is not None:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS[launch_file])]
-        command += ["--num_processes", "1"]
+        command += ["--num_processes", str(max(1, torch.cuda.device_count()))]
     command += ["-m", "benchmarks.gpu_first_run.clocked_training", str(clock)]
     flags = {**FLAGS, **setup.sizes.sharded_flags, "output_dir": folder, "use_cpu": not setup.on_gpu}
     flags["model_name_or_path"] = warm_start_path(setup.seed, sums_task(setup))
@@ -74,7 +75,7 @@ def _train(setup: Setup, name: str, folder: Path, checkpoint: Path | None = None
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if "DeepSpeed" in name and setup.deepspeed is not None:
         paths.append(str(setup.deepspeed.resolve()))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **({} if launch_file else first_gpu())}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")

@@ -17,7 +17,7 @@ from bapo_trl.report.runs import Logs
 from bapo_trl.report.times import seconds_of
 from bapo_trl.tasks.cache import cached_folder
 from benchmarks.chat_task import write_task
-from benchmarks.gpu_first_run.sampled import over_vllm
+from benchmarks.gpu_first_run.qlora import over_vllm
 from benchmarks.gpu_first_run.trainers import Case, Setup
 
 
@@ -39,7 +39,7 @@ def time_to_accuracy(setup: Setup) -> dict[str, Case]:
     lacks = None if setup.chat_model else "needs a model: `--chat_model FOLDER`"
     lacks = lacks if importlib.util.find_spec("reasoning_gym") else "reasoning-gym is not installed"
     return {
-        f"{method}, seed {seed}": Case(partial(_measure, setup, method, seed), stage=-1, lacks=lacks)
+        f"{method}, seed {seed}": Case(partial(_measure, setup, method, seed), lacks)
         for seed in SEEDS
         for method in METHODS
     }

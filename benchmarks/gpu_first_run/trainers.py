@@ -1,9 +1,10 @@
 """Shared code of the parts: the command's options, models, trainers, and the progress of a case."""
 
 import gc
+import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from benchmarks.warm_start import StudyTask, load_sums
 
 MICRO_BATCHES = 4
 PROMPT_TOKENS = len("00+01=")
-SCOPES = ("batch", "micro_batch", "carried_over")
 SECONDS_BETWEEN_LINES = 2.0
 
 
@@ -52,8 +52,6 @@ class Case:
     """A measurement that returns a row of results, in its own process or a shared one."""
 
     measure: Callable[[], dict]
-    stage: int = 0  # all cases of a stage come before those of the next one
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables of its process
     lacks: str | None = None  # why it cannot run here
 
 
@@ -130,6 +128,11 @@ def sums_task(setup: Setup) -> StudyTask:
     task = load_sums(setup.seed)
     wide = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}
     return replace(task, warm_start=replace(task.warm_start, model=wide, **setup.sizes.warm_start))
+
+
+def first_gpu() -> dict[str, str]:
+    """Return the environment of a process that sees one GPU of those that this process sees."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
 
 
 def free() -> None:

@@ -6,7 +6,7 @@ from scipy import stats
 
 from bapo_trl.compare.results import Row
 from bapo_trl.script.memory import GIB
-from benchmarks import llm_speed, pages
+from benchmarks import pages
 from benchmarks.gpu_first_run.shapes import QWEN_15B
 
 
@@ -58,8 +58,3 @@ def test_the_recipe_in_4_bits_fits_the_gpu_that_the_page_names():
     a_sample = 2 * 2 * 28 * 2 * 128 * recipe["vllm_max_model_length"]  # keys and values of its layers in bfloat16
     assert engine + recipe["per_device_train_batch_size"] * a_sample < of_vllm
     assert memory.update + of_vllm < 0.9 * gpu * GIB
-
-
-def test_ratios_of_speed_are_of_pairs():
-    row = llm_speed.to_row("none", {"all": [20, 30, 20], "none": [60, 90, 40]})
-    assert (row["seconds"]["median"], row["ratio"]["median"]) == (60, 3)

@@ -1,4 +1,4 @@
-"""The stand-in for `vllm.LLM` of tests/helpers/scripted_llm.py takes and gives what the real one does."""
+"""The stand-in for `vllm.LLM` of tests/helpers/fake_vllm.py takes and gives what the real one does."""
 
 import dataclasses
 import inspect
@@ -8,7 +8,7 @@ from vllm import LLM, SamplingParams
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from tests.helpers import scripted_llm
+from tests.helpers import fake_vllm
 
 
 CALLS = ["generate", "sleep", "wake_up", "reset_prefix_cache"]
@@ -21,7 +21,7 @@ def keywords(function) -> dict[str, inspect.Parameter]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_has_the_parameters_of_the_real_one_in_its_order(name):
-    own, real = keywords(getattr(scripted_llm.ScriptedLLM, name)), keywords(getattr(LLM, name))
+    own, real = keywords(getattr(fake_vllm.ScriptedLLM, name)), keywords(getattr(LLM, name))
     assert set(own) <= set(real)
     positional = [name for name, p in own.items() if p.kind is not p.KEYWORD_ONLY]
     assert positional == list(real)[: len(positional)]
@@ -35,16 +35,16 @@ def test_what_trl_makes_it_with_is_taken_by_the_real_one():
     from vllm.engine.arg_utils import EngineArgs
 
     known = set(engine) | {f.name for f in dataclasses.fields(EngineArgs)}  # the rest goes there as keywords
-    assert set(keywords(scripted_llm.ScriptedLLM.__init__)) <= known
+    assert set(keywords(fake_vllm.ScriptedLLM.__init__)) <= known
 
 
 @pytest.mark.parametrize(
     ("own", "real"),
     [
-        (scripted_llm.SamplingParams, SamplingParams),
-        (scripted_llm.Logprob, Logprob),
-        (scripted_llm.CompletionOutput, CompletionOutput),
-        (scripted_llm.RequestOutput, RequestOutput),
+        (fake_vllm.SamplingParams, SamplingParams),
+        (fake_vllm.Logprob, Logprob),
+        (fake_vllm.CompletionOutput, CompletionOutput),
+        (fake_vllm.RequestOutput, RequestOutput),
     ],
 )
 def test_what_it_takes_and_gives_has_the_names_of_the_real_ones(own, real):

@@ -2,21 +2,85 @@
 
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import peft
+import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.rollouts.partial import PartialRollouts
 from bapo_trl.tasks import character_tokenizer
 from tests.e2e.launching import ENGINES, fork, vllm_server
-from tests.helpers.commands import free_port
-from tests.helpers.ranks import read_ranks
+from tests.helpers.commands import calling, free_port
+from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.scores import assert_scored_by_its_policy, score
-from tests.helpers.toy import CONTINUOUS_BATCHING, OVER_SERVER, ending_model, toy_model
-from tests.rollouts.test_rollout_rounds import countdown_model
+from tests.helpers.toy import CONTINUOUS_BATCHING, CPU, OFF_POLICY, OVER_SERVER, ending_model, part_of, toy_model
+from tests.rollouts.test_rollout_rounds import PARTIAL, prompts_of_many_lengths, share_of_digits
+
+
+class Recording(BAPOTrainer):
+    """Keeps the rows of each generation; may have the server killed and started anew before one of them."""
+
+    restart: tuple[int, int, str] | None = None  # generation, the server's process, the model it serves
+    server = ExitStack()
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.prompts = [], []
+
+    def _generate_and_score_completions(self, inputs):
+        if self.restart is not None and self.restart[0] == len(self.batches):
+            if self.accelerator.is_main_process:
+                _, process, model = self.restart
+                workers = psutil.Process(process).children(recursive=True)
+                for each in [psutil.Process(process), *workers]:
+                    each.kill()
+                psutil.wait_procs(workers)  # the server itself is for its parent to wait for
+                log = Path(self.args.output_dir) / "second-server.log"
+                self.server.enter_context(vllm_server(Path(model), log, port=self.args.vllm_server_port))
+            self.accelerator.wait_for_everyone()
+        self.prompts += [row["prompt"] for row in inputs[:: self.num_generations]]
+        output = super()._generate_and_score_completions(inputs)
+        rows = []
+        for row, mask in enumerate(output["completion_mask"].bool()):
+            if mask.any():
+                columns = {"prompt_ids": output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()}
+                for key in ("completion_ids", "token_versions", "old_per_token_logps", "sampling_per_token_logps"):
+                    if key in output:
+                        columns[key] = output[key][row][mask].tolist()
+                rows.append(columns)
+        self.batches.append(rows)
+        return output
+
+
+def train_on_a_rank(folder: str, settings: str) -> None:
+    """Train with partial rollouts on any engine and sampler, and write what each rank trained on."""
+    folder, settings = Path(folder), json.loads(settings)
+    model = settings.pop("model")
+    resume = settings.pop("resume", None)
+    Recording.restart = settings.pop("restart", None)
+    lora = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear") if settings.pop("uses_lora", False) else None
+    settings = {**CPU, **OFF_POLICY, **PARTIAL, "learning_rate": 3e-3, **settings}
+    updates = settings["steps_per_generation"] * settings["num_iterations"] // settings["gradient_accumulation_steps"]
+    # A checkpoint of each policy that samples
+    args = BAPOConfig(
+        str(folder / "run"), **{**settings, "save_strategy": "steps", "save_steps": updates, "save_only_model": False}
+    )
+    trainer = Recording(
+        AutoModelForCausalLM.from_pretrained(model) if lora is None else model, share_of_digits, args,
+        train_dataset=prompts_of_many_lengths(), processing_class=AutoTokenizer.from_pretrained(model),
+        peft_config=lora,
+    )  # fmt: skip
+    with Recording.server:
+        trainer.train(resume_from_checkpoint=resume)
+    parked = [group.inputs["prompt"] for group in part_of(trainer, PartialRollouts).rounds.pool]
+    finish(trainer, folder, prompts=trainer.prompts, batches=trainer.batches, parked=parked)
 
 
 # vLLM's attention on CPUs needs heads of 32 or more, and takes them to be as wide as the width over their number.
@@ -64,7 +128,7 @@ def server(request, tmp_path_factory):
 def run(folder, model, engine="cpu_zero3", **settings) -> list[dict]:
     """Train on two ranks; return what each says."""
     folder.mkdir(exist_ok=True)
-    fork(engine, ["-m", "tests.e2e.partial_worker", str(folder), json.dumps({"model": str(model), **settings})])
+    fork(engine, calling(train_on_a_rank, folder, json.dumps({"model": str(model), **settings})))
     ranks = read_ranks(folder, **ENGINES[engine])
     for rank in ranks:
         assert [len(batch) for batch in rank["batches"]] == [2] + [24] * (len(rank["batches"]) - 1)
@@ -130,19 +194,6 @@ def test_a_server_started_anew_between_two_generations_goes_on(tmp_path, server)
     """The fixture's server is killed: the last test on it."""
     ranks = run(tmp_path, server.model, **over(server, restart=(2, server.process, str(server.model)), max_steps=12))
     assert_stitched(ranks, server.model, tmp_path)
-
-
-def test_greedy_completions_are_those_of_one_uninterrupted_generation(tmp_path):
-    """Frozen weights, over a server: from its last token on, a prompt is counted down to EOS, which is number 1."""
-    wide = {**WIDE, "hidden_size": 384}  # at least the vocabulary
-    model = save(countdown_model(**wide), tmp_path / "model")
-    with vllm_server(model, tmp_path / "server.log") as running:
-        settings = {"learning_rate": 0.0, "generation_kwargs": {"temperature": 0.0}, "counts_down": True}
-        ranks = run(tmp_path, model, **over(running, max_steps=12, **settings))
-    rows = [row for rank in ranks for batch in rank["batches"] for row in batch]
-    for row in rows:
-        assert row["completion_ids"] == list(range(row["prompt_ids"][-1] - 1, 0, -1))
-    assert sum(len(set(row["token_versions"])) > 1 for row in rows) >= 0.25 * len(rows)
 
 
 @pytest.mark.parametrize(

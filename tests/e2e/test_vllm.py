@@ -10,17 +10,53 @@ from unittest.mock import patch
 import peft
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, load_task
 from bapo_trl.vllm_server.quantized import prepare_quantized
 from bapo_trl_gloo.client import GlooVLLMClient
 from benchmarks.tiny_model import MODEL_SETTINGS, tiny_model
 from benchmarks.warm_start import warm_start_path
-from tests.e2e.launching import ENGINES, fork, launch, run_ranks, vllm_server
-from tests.helpers.commands import free_port, succeeded
-from tests.helpers.forked import run_python
-from tests.helpers.ranks import read_ranks
+from tests.e2e.launching import ENGINES, LEARNS, fork, launch, run_ranks, vllm_server
+from tests.helpers.commands import calling, free_port, succeeded
+from tests.helpers.forked import run_function
+from tests.helpers.ranks import finish, read_ranks
+from tests.helpers.toy import CPU, OVER_SERVER, digits_reward
+
+
+class Deaf(BAPOTrainer):
+    """The server never hears of new weights after the first ones, and nothing says so."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        if self.state.global_step > 0:
+            self._last_loaded_step = self.state.global_step
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+def train_on_a_rank(out: str, settings: str) -> None:
+    """Train the embedded task over a live server, and hand the server the last weights."""
+    folder, settings = Path(out), json.loads(settings)
+    task = load_task()
+    lora = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear") if settings.pop("uses_lora", False) else None
+    trainer_class = Deaf if settings.pop("is_deaf", False) else BAPOTrainer
+    model = settings.pop("model")
+    reward = digits_reward if settings.pop("rewards_digits", False) else task.reward_func
+    quantization = settings.pop("quantization", None)
+    args = BAPOConfig(str(folder), **{**CPU, **OVER_SERVER, "vllm_server_host": "127.0.0.1", **LEARNS, **settings})
+    trainer = trainer_class(
+        model, reward, args, train_dataset=task.train_dataset, peft_config=lora,
+        quantization_config=quantization and BitsAndBytesConfig(**quantization),
+    )  # fmt: skip
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        (folder / f"rank-{trainer.accelerator.process_index}.error").write_text(str(error))
+        raise
+    trainer.vllm_generation.sync_weights()
+    trainer.save_model(str(folder / "final"))
+    finish(trainer, folder)
 
 
 class Server(NamedTuple):
@@ -82,7 +118,7 @@ def assert_server_followed(logs: list[dict]) -> None:
 
 
 def run(tmp_path, server, num_processes, engine="cpu_zero3", start=fork, **settings) -> list[dict]:
-    worker = ["-m", "tests.e2e.vllm_worker", str(tmp_path), settings_for(server, **settings)]
+    worker = calling(train_on_a_rank, tmp_path, settings_for(server, **settings))
     start(engine, worker, num_processes)
     logs = read_ranks(tmp_path, num_processes, **ENGINES[engine])[0]["logs"]
     assert len(logs) == settings["max_steps"]
@@ -138,7 +174,7 @@ def test_a_base_in_4_bits_and_its_adapter_reach_an_unquantized_server(tmp_path, 
     quantization = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
     settings = {"max_steps": 8, "uses_lora": True, "learning_rate": 1e-3, "rewards_digits": True}
     given = settings_for(server, model=str(server.untrained), quantization=quantization, **settings)
-    succeeded(run_python(["-m", "tests.e2e.vllm_worker", tmp_path, given]))
+    succeeded(run_function(train_on_a_rank, tmp_path, given))
     logs = read_ranks(tmp_path, 1)[0]["logs"]
     assert max(log["sampling/sampling_logp_difference/mean"] for log in logs if "reward" in log) < 0.02
     base = AutoModelForCausalLM.from_pretrained(
@@ -151,7 +187,7 @@ def test_a_base_in_4_bits_and_its_adapter_reach_an_unquantized_server(tmp_path, 
 
 def test_a_server_with_other_weights_stops_the_training(tmp_path, server):
     settings = settings_for(server, max_steps=12, is_deaf=True, learning_rate=1e-2)
-    result = run_python(["-m", "tests.e2e.vllm_worker", tmp_path, settings])
+    result = run_function(train_on_a_rank, tmp_path, settings)
     assert result.returncode != 0
     assert "nats per token on average on the latest samples; `vllm_logp_tolerance` is 0.1" in result.stderr
     assert "server's weights are not the trainer's" in result.stderr
@@ -161,7 +197,7 @@ def test_a_server_with_other_weights_stops_the_training(tmp_path, server):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_ranks_stop_together_when_the_server_is_stale(tmp_path, server, engine):
     settings = settings_for(server, max_steps=13, is_deaf=True, learning_rate=1e-6)
-    assert run_ranks(engine, ["-m", "tests.e2e.vllm_worker", tmp_path, settings], timeout_s=120).returncode != 0
+    assert run_ranks(engine, calling(train_on_a_rank, tmp_path, settings), timeout_s=120).returncode != 0
     errors = [(tmp_path / f"rank-{rank}.error").read_text() for rank in range(2)]
     assert errors[0] == errors[1]
     assert errors[0].startswith("The vLLM server does not load the trainer's weights")

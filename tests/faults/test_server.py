@@ -11,8 +11,8 @@ from peft import LoraConfig
 
 from bapo_trl.vllm_server import client as server_client
 from tests.helpers.alike import assert_same_weights
-from tests.helpers.failing_server import PARTIAL, RUN, ModelServer, client_of
-from tests.helpers.save_kills import state_of
+from tests.helpers.fake_vllm import PARTIAL, RUN, ModelServer, client_of
+from tests.helpers.faults import state_of
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 

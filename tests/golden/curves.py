@@ -20,7 +20,7 @@ from peft import LoraConfig
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import succeeded
-from tests.helpers.failing_server import ModelServer, client_of
+from tests.helpers.fake_vllm import ModelServer, client_of
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.toy import OVER_SERVER, toy_dataset, toy_model, toy_trainer, training_logs

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from tests.helpers.fake_vllm import ScriptedLLM, colocate_trainer
 from tests.helpers.ranks import finish, read_ranks
-from tests.helpers.scripted_llm import ScriptedLLM, colocate_trainer
 from tests.helpers.toy import toy_model
 
 
@@ -86,7 +85,7 @@ def slopes(trainer) -> list[float]:
     return [whole(weight.grad).abs().max().item() for name, weight in model.named_parameters() if "lora_B" in name]
 
 
-def main(folder: str, how: str = "", bits: str = "16") -> None:
+def send_an_adapter(folder: str, how: str = "", bits: str = "16") -> None:
     out = Path(folder, f"rank-{os.environ['RANK']}")  # each writes a model
     loading = {"quantization_config": BitsAndBytesConfig(**IN_4_BITS), "dtype": "bfloat16"} if bits == "4" else {}
     model = toy_model(num_hidden_layers=2, **({"hidden_size": 64, "intermediate_size": 128} if bits == "4" else {}))
@@ -132,7 +131,3 @@ def assert_all_sent(folder: Path, **expected) -> None:
     assert 0.5 < ranks[0]["steps_off"] < 1  # not to the nearest
     assert ranks[0]["share"] == pytest.approx(1, abs=0.01)
     assert all(slope > 0 for rank in ranks for slope in rank.get("slopes", ()))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
@@ -49,6 +50,11 @@ def tracked_files(*patterns: str) -> list[Path]:
     """Return the files of the repository that match patterns of `git ls-files`."""
     names = subprocess.check_output(["git", "ls-files", *patterns], cwd=ROOT, text=True).splitlines()
     return [ROOT / name for name in names]
+
+
+def calling(function: Callable[..., None], *arguments: object) -> list[str]:
+    """Return the arguments of Python that call a function of a module, with arguments as strings."""
+    return ["-m", "tests.helpers.call", function.__module__, function.__qualname__, *map(str, arguments)]
 
 
 def accelerate_launcher(config: str, num_processes: int = 2) -> list[str]:

@@ -1,17 +1,72 @@
-"""A stand-in for TRL's `VLLMGeneration` in server mode: a second model, with the trainer's weights once they are sent.
+"""
+vLLM without vLLM, in process and on a CPU: a toy model that samples and reports log-probabilities as vLLM does.
 
-It samples as vLLM does, from the distribution that the settings leave, and reports the log-probabilities of that
-distribution (`--logprobs-mode processed_logprobs`). No network, no other process.
+It stands behind each of the three ways on which TRL talks to vLLM:
+
+- `FakeVLLM`, in place of TRL's `VLLMGeneration` in server mode: no network, for tests of what the trainer makes of it.
+- `ModelServer`, which speaks HTTP and fails where it is told to, under TRL's own interface. It samples by prompt and
+  weights alone: a generation that is repeated gives the same completions, so that a run which survives a failure must
+  end with the weights of one that had none. Weights are handed over within the process.
+- `ScriptedLLM`, in place of `vllm.LLM` in colocate mode. Asleep at level 2 it has no weights.
+  `tests/e2e/test_colocate_signatures.py` holds its signatures against those of the real one.
 """
 
-from contextlib import nullcontext
+import copy
+import json
+import math
+import os
+import socket
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from unittest.mock import patch
 
+import requests
 import torch
-from transformers import TopPLogitsWarper
+from transformers import AutoModelForCausalLM, TopPLogitsWarper
+from trl.generation import vllm_client, vllm_generation
 from trl.trainer import grpo_trainer
 
+from bapo_trl.tasks import character_tokenizer
 from bapo_trl.vllm_server import mismatch
-from tests.helpers.toy import toy_trainer
+from bapo_trl.vllm_server.client import ServerClient
+from tests.helpers.toy import OVER_SERVER, toy_model, toy_trainer
+
+
+def server_info(instance: str, processes: int = 1) -> dict:
+    return {
+        "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 40},
+        "instance_id": instance,
+        "parallel_config": {"_api_process_count": processes},
+    }
+
+
+@torch.no_grad()
+def sampled(model, prompt: list[int], length: int, random, process=lambda logits: logits, report=None):
+    """Sample a completion; return its tokens, and for each the log-probabilities of all that it was drawn from."""
+    completion, logps = [], []
+    while len(completion) < length and completion[-1:] != [model.config.eos_token_id]:
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0, -1]
+        processed = process(logits)
+        completion.append(torch.multinomial(processed.softmax(-1), 1, generator=random).item())
+        logps.append(report(processed) if report else processed.log_softmax(-1))
+    return completion, logps
+
+
+@torch.no_grad()
+def prompt_logprobs(model, sequence: list[int]) -> dict:
+    """Answer a request for the log-probabilities of a prompt's tokens."""
+    logps = model(torch.tensor([sequence])).logits[0, :-1].float().log_softmax(-1)
+    places = [{str(i): {"logprob": logp[i].item()}} for logp, i in zip(logps, sequence[1:], strict=True)]
+    return {"choices": [{"prompt_logprobs": [None, *places]}]}
+
+
+# TRL's `VLLMGeneration` in server mode
 
 
 class FakeVLLM:
@@ -39,7 +94,7 @@ class FakeVLLM:
         self.served.load_state_dict(self.first_weights)
 
     def defer_failures(self):
-        """Nothing fails here: tests/helpers/failing_server.py is for that."""
+        """Nothing fails here: `ModelServer` is for that."""
 
     def take_failure(self):
         return None
@@ -51,14 +106,9 @@ class FakeVLLM:
         self.joined = self.num_starts
 
     def get_server_info(self):
-        model_config = {"logprobs_mode": "processed_logprobs", "max_model_len": 40}
         # Several processes take turns, each with a name of its own
         process = len(self.num_prompts) % self.num_api_processes
-        return {
-            "model_config": model_config,
-            "instance_id": f"{self.num_starts}-{process}",
-            "parallel_config": {"_api_process_count": self.num_api_processes},
-        }
+        return server_info(f"{self.num_starts}-{process}", self.num_api_processes)
 
     def sync_weights(self):
         assert self.joined == self.num_starts, "nobody takes the weights"
@@ -67,24 +117,16 @@ class FakeVLLM:
 
     def generate(self, prompts, images, num_generations, profiler=None):
         self.num_prompts.append(len(prompts))
-        completions = [self._complete(prompt) for prompt in prompts]
-        ids, logps = zip(*completions, strict=True)
-        return prompts, list(ids), [[[logp] for logp in row] for row in logps], None
+        all_ids, all_logps = [], []
+        for prompt in prompts:
+            ids, logps = sampled(
+                self.served, prompt, self.max_completion_length, self.random, self._process, self._report
+            )
+            all_ids.append(ids)
+            all_logps.append([[logp[token].item()] for token, logp in zip(ids, logps, strict=True)])
+        return prompts, all_ids, all_logps, None
 
-    @torch.no_grad()
-    def _complete(self, prompt):
-        completion, logps = [], []
-        while len(completion) < self.max_completion_length:
-            logits = self.served(torch.tensor([[*prompt, *completion]])).logits[0, -1]
-            processed = self._process(logits)
-            token = torch.multinomial(processed.softmax(-1), 1, generator=self.random).item()
-            completion.append(token)
-            logps.append(self._report(logits, processed)[token].item())
-            if token == self.tokenizer.eos_token_id:
-                break
-        return completion, logps
-
-    def _report(self, logits, processed):
+    def _report(self, processed):
         return processed.log_softmax(-1)
 
     def _process(self, logits):
@@ -97,14 +139,10 @@ class FakeVLLM:
         logits = logits / self.settings["temperature"]
         return TopPLogitsWarper(self.settings["top_p"])(None, logits.unsqueeze(0))[0]
 
-    @torch.no_grad()
     def _post(self, url, json):
         assert url == "http://fake/v1/completions"
         self.requests.append(json)
-        sequence = json["prompt"]
-        logps = self.served(torch.tensor([sequence])).logits[0, :-1].float().log_softmax(-1)
-        places = [{str(i): {"logprob": logp[i].item()}} for logp, i in zip(logps, sequence[1:], strict=True)]
-        return {"choices": [{"prompt_logprobs": [None, *places]}]}
+        return prompt_logprobs(self.served, json["prompt"])
 
 
 def vllm_trainer(monkeypatch, output_dir, server=FakeVLLM, **settings):
@@ -112,3 +150,366 @@ def vllm_trainer(monkeypatch, output_dir, server=FakeVLLM, **settings):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", server)
     monkeypatch.setattr(mismatch, "client_for", lambda *args: nullcontext())
     return toy_trainer(output_dir, use_vllm=True, vllm_mode="server", **settings)
+
+
+# A server, over HTTP
+
+
+# Two updates on the samples of a generation, and short waits
+RUN = {
+    **OVER_SERVER, "num_iterations": 1, "max_steps": 8, "vllm_request_timeout": 2.0, "vllm_server_timeout": 0.2,
+}  # fmt: skip
+PARTIAL = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2}
+
+
+class Broken(Exception):
+    """The connection ends here, without an answer."""
+
+
+class ModelServer:
+    """
+    A server of the toy model in a thread.
+
+    `faults` maps a path and the number of the request to it to what happens then: "die" (nobody listens any more),
+    "hang" (no answer), or the code of an error. "tensor" counts the weights of all transfers.
+    """
+
+    def __init__(self, faults: dict[tuple[str, int], str | int] | None = None):
+        self.faults, self.counts = dict(faults or {}), Counter()
+        self.num_starts, self.port = 0, 0
+        self.first = toy_model().eval()  # which sets the random state: once, before that of the trainer
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start anew, with the first weights, on the same port."""
+        self.num_starts += 1
+        self.served, self.received, self.is_joined = copy.deepcopy(self.first), {}, False
+        self.released, self.connections = threading.Event(), []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                path = self.path.split("?")[0]
+                try:
+                    code, answer = server.answer(path, json.loads(body) if body else None)
+                except Broken:
+                    self.close_connection = True
+                    return
+                text = json.dumps(answer).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(text)))
+                if code == 503:
+                    self.send_header("Retry-After", "60")
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_POST = do_GET
+
+            def log_message(self, *args):
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+        self.http = Server(("127.0.0.1", self.port), Handler)
+        self.port = self.http.server_port
+        self.serving = threading.Thread(target=self.serve, daemon=True)
+        self.serving.start()
+
+    def serve(self) -> None:
+        """Take connections, each in a thread, until the port is closed."""
+        with suppress(OSError):
+            while True:
+                connection, address = self.http.socket.accept()
+                self.connections.append(connection)
+                self.http.process_request(connection, address)
+
+    def stop(self) -> None:
+        self.released.set()
+        with suppress(OSError):  # of a server that was stopped
+            self.http.socket.shutdown(socket.SHUT_RDWR)  # which ends an `accept`; closing alone does not
+        self.serving.join()
+        self.http.server_close()
+        for each in self.connections:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def fault_at(self, path: str) -> str | int | None:
+        self.counts[path] += 1
+        return self.faults.pop((path, self.counts[path]), None)
+
+    def answer(self, path: str, body: dict | None) -> tuple[int, dict]:
+        fault = self.fault_at(path)
+        if fault == "die":
+            self.stop()
+        if fault == "hang":
+            self.released.wait()
+        if fault in ("die", "hang"):
+            raise Broken
+        if fault is not None:
+            return fault, {"error": "scripted"}
+        if path == "/v1/completions":
+            return 200, self.complete(body)
+        if path == "/finish_weight_update":
+            assert self.is_joined, "nobody takes the weights"
+            self.served.load_state_dict(self.received, strict=False)  # of a transfer that broke off, some
+        self.is_joined |= path == "/init_weight_transfer_engine"
+        answers = {
+            "/v1/models": {"data": [{"id": "toy"}]},
+            "/server_info": {"vllm_config": server_info(str(self.num_starts))},
+            "/reset_prefix_cache": {"success": True},
+        }
+        return 200, answers.get(path, {})
+
+    @torch.no_grad()
+    def complete(self, body: dict) -> dict:
+        if "prompt_logprobs" in body:
+            return prompt_logprobs(self.served, body["prompt"])
+        choices = {}
+        for length in {len(prompt) for prompt in body["prompt"]}:
+            places = [i for i, prompt in enumerate(body["prompt"]) if len(prompt) == length]
+            rows = [(place, number) for place in places for number in range(body["n"])]
+            completions = self.sample([body["prompt"][place] for place, _ in rows], body["max_tokens"])
+            choices |= dict(zip(rows, completions, strict=True))
+        return {"choices": [choices[row] for row in sorted(choices)]}
+
+    def sample(self, prompts: list[list[int]], num_tokens: int) -> list[dict]:
+        """Complete prompts of one length, each drawn by its tokens and its place."""
+        end, tokens = character_tokenizer().eos_token_id, [[] for _ in prompts]
+        logps = [[] for _ in prompts]
+        randoms = [torch.Generator().manual_seed(sum(p) * 31 + i) for i, p in enumerate(prompts)]
+        ids = torch.tensor(prompts)
+        for _ in range(num_tokens):
+            rows = self.served(ids).logits[:, -1].log_softmax(-1)
+            new = [self.draw(row, each) for row, each in zip(rows, randoms, strict=True)]
+            for row, token, mine, logp in zip(rows, new, tokens, logps, strict=True):
+                if mine[-1:] != [end]:
+                    mine.append(token.item())
+                    logp.append(row[token].item())
+            ids = torch.cat([ids, torch.stack(new)], dim=1)
+        return [
+            {
+                "prompt_token_ids": prompt,
+                "token_ids": mine,
+                "logprobs": {
+                    "tokens": [f"token_id:{token}" for token in mine],
+                    "token_logprobs": logp,
+                    "top_logprobs": [None for _ in mine],
+                },
+            }
+            for prompt, mine, logp in zip(prompts, tokens, logps, strict=True)
+        ]
+
+    def draw(self, logps: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        return torch.multinomial(logps.exp(), 1, generator=random)
+
+
+@contextmanager
+def client_of(server: ModelServer | None, on_wait: Callable[[int], None] = lambda number: None):
+    """
+    Have a trainer that is made inside talk to `server`.
+
+    `on_wait` is called before each look at whether it is up, with the number of the look since the latest that found
+    it.
+    """
+
+    class Client(ServerClient):
+        looks = 0
+
+        def check_health(self):
+            self.looks += 1
+            on_wait(self.looks)
+            super().check_health()
+            self.looks = 0
+
+        def _join_group(self, device):
+            self._post(f"{self.base_url}/init_weight_transfer_engine", json={})
+
+        def close_communicator(self):
+            self.communicator = None
+
+        def _send_weights(self, metadata, named_params):
+            self._start_weight_update()
+            server.received = {}
+            for name, tensor in named_params:
+                fault = server.fault_at("tensor")
+                if fault == "die":
+                    server.stop()
+                if fault is not None:
+                    raise requests.ConnectionError("a weight tensor was not transferred")
+                server.received[name] = tensor.clone()
+            self._post(f"{self.base_url}/update_weights", json={})
+            self._finish_weight_update()
+
+    @contextmanager
+    def client_for(device, request_timeout_s):
+        Client.request_timeout_s = request_timeout_s
+        with patch.object(vllm_generation, "VLLMClient", Client):
+            yield
+
+    with (
+        patch.object(mismatch, "client_for", client_for),
+        patch.object(vllm_generation, "is_vllm_available", lambda: True),
+        patch.object(vllm_client, "is_vllm_available", lambda: True),
+        patch.object(vllm_client, "_HAS_RESET_PREFIX_CACHE_SUCCESS", True),
+    ):
+        yield Client
+
+
+# `vllm.LLM`
+
+
+@dataclass
+class SamplingParams:
+    """Those that TRL gives; a request with others is rejected."""
+
+    n: int
+    repetition_penalty: float
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    logprobs: int | None
+
+    def __post_init__(self):
+        neutral = (self.n, self.repetition_penalty, self.top_p, self.top_k, self.min_p) == (1, 1.0, 1.0, 0, 0.0)
+        assert neutral, f"this stand-in samples from the whole distribution only: {self}"
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int
+
+
+@dataclass
+class CompletionOutput:
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+
+
+@dataclass
+class RequestOutput:
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class ScriptedLLM:
+    made: "list[ScriptedLLM]" = []  # all that were made, for the test to find
+
+    def __init__(
+        self, model, *, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=None, max_num_seqs=None,
+        enable_sleep_mode=False, model_impl="auto", distributed_executor_backend=None, seed=0,
+        max_num_batched_tokens=None, logprobs_mode="raw_logprobs", quantization=None, trust_remote_code=False,
+    ):  # fmt: skip
+        assert logprobs_mode == "processed_logprobs", "the log-probabilities would not be those of the sampling"
+        assert quantization is None, "merged weights cannot be loaded into packed ones"
+        self.enable_sleep_mode = enable_sleep_mode
+        self.seed = seed
+        self.model = AutoModelForCausalLM.from_pretrained(model).eval()
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights))
+        self.llm_engine = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=max_model_len, dtype=self.model.dtype),
+            engine_core=SimpleNamespace(shutdown=lambda: None),
+            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)),
+        )
+        # What each call of `generate` returned, and the weights by which it did
+        self.requests: list[tuple[list[RequestOutput], dict[str, torch.Tensor]]] = []
+        self.events: list[str] = []  # the calls in their order; those that load weights, one for each tensor, as one
+        self.asleep: set[str] = set()
+        self.made.append(self)
+
+    @torch.no_grad()
+    def _load_weights(self, weights):
+        assert "weights" not in self.asleep, "weights were loaded into memory that is not there"
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+        self._note("load")
+
+    def _note(self, event: str):
+        if self.events[-1:] != [event]:
+            self.events.append(event)
+
+    def sleep(self, level: int = 1):
+        assert self.enable_sleep_mode
+        self._note(f"sleep {level}")
+        self.asleep = {"weights", "kv_cache"}
+        if level == 2:
+            for weight in self.model.parameters():
+                weight.data.fill_(math.nan)
+
+    def wake_up(self, tags: list[str] | None = None):
+        self._note(f"wake {tags}")
+        self.asleep -= set(tags or self.asleep)
+
+    def reset_prefix_cache(self) -> bool:
+        self._note("reset")
+        return True
+
+    def generate(self, prompts, sampling_params=None, *, use_tqdm=True) -> list[RequestOutput]:
+        assert not self.asleep, f"{self.asleep} asleep"
+        self._note("generate")
+        outputs = [
+            self._complete(prompt["prompt_token_ids"], sampling_params, row) for row, prompt in enumerate(prompts)
+        ]
+        weights = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        self.requests.append((outputs, weights))
+        return outputs
+
+    def _complete(self, prompt: list[int], params: SamplingParams, row: int) -> RequestOutput:
+        # By what is asked alone, so that a resumed run samples what an uninterrupted one does
+        random = torch.Generator().manual_seed(zlib.crc32(str((self.seed, row, prompt)).encode()))
+        tokens, logps = sampled(
+            self.model, prompt, params.max_tokens, random, lambda logits: logits / params.temperature
+        )
+        logprobs = [
+            {token: Logprob(float(of_all[token]), 1 + int((of_all > of_all[token]).sum()))}
+            for token, of_all in zip(tokens, logps, strict=True)
+        ]
+        return RequestOutput(prompt, [CompletionOutput(tokens, logprobs)])
+
+
+class StaleLLM(ScriptedLLM):
+    """Takes weights and keeps its own."""
+
+    def _load_weights(self, weights):
+        self._note("load")
+
+
+def take_scripted_llm(monkeypatch, llm=ScriptedLLM) -> None:
+    """Have TRL make the stand-in in place of `vllm.LLM`."""
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SamplingParams, raising=False)
+
+
+def colocate_trainer(monkeypatch, output_dir, llm=ScriptedLLM, model=None, loading=None, **settings):
+    """
+    Return a toy trainer that samples by TRL's colocate mode, and the stand-in that it samples from.
+
+    `loading` are arguments with which the trainer's model is loaded.
+    """
+    folder = output_dir.parent / f"{output_dir.name}-model"
+    (model or toy_model()).save_pretrained(folder)
+    monkeypatch.setattr(llm, "made", [])
+    take_scripted_llm(monkeypatch, llm)
+    environment = dict(os.environ)
+    try:
+        trainer = toy_trainer(
+            output_dir, model=AutoModelForCausalLM.from_pretrained(folder, **(loading or {})), use_vllm=True,
+            vllm_mode="colocate", **settings,
+        )  # fmt: skip
+    finally:  # TRL leaves RANK and its like in it, and a second trainer would look for other processes
+        os.environ.clear()
+        os.environ.update(environment)
+    (made,) = llm.made
+    return trainer, made

@@ -28,7 +28,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from tests.helpers.commands import ROOT, free_port
+from tests.helpers.commands import ROOT, calling, free_port
 
 
 # Limits: of ranks beside one that failed before they are told to end, and before they are killed
@@ -66,7 +66,7 @@ def run_python(
 
 def run_function(function: Callable[..., None], *arguments, **settings) -> subprocess.CompletedProcess:
     """Run a function of a module with these arguments, as strings, as [`run_python`] runs a program."""
-    return run_python(["-m", "tests.helpers.call", function.__module__, function.__qualname__, *arguments], **settings)
+    return run_python(calling(function, *arguments), **settings)
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:

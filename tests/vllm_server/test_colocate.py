@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.alike import assert_same_weights
+from tests.helpers.fake_vllm import StaleLLM, colocate_trainer
 from tests.helpers.scores import assert_scored_by_its_policy, score
-from tests.helpers.scripted_llm import StaleLLM, colocate_trainer
 from tests.helpers.toy import ending_model, training_logs
 from tests.rollouts.test_rollout_rounds import Recording, trained_rows
 

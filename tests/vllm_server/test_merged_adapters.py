@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bapo_trl.tasks import character_tokenizer
-from tests.helpers.adapter_worker import assert_all_sent
+from tests.helpers.adapter_worker import assert_all_sent, send_an_adapter
 from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.commands import succeeded
-from tests.helpers.forked import run_python
-from tests.helpers.scripted_llm import ScriptedLLM, colocate_trainer
+from tests.helpers.fake_vllm import ScriptedLLM, colocate_trainer
+from tests.helpers.forked import run_function
 from tests.helpers.toy import toy_model
 
 
@@ -234,7 +234,7 @@ def test_a_transfer_that_fails_leaves_nothing_merged(monkeypatch, tmp_path):
 def test_ranks_send_the_same_and_keep_their_base_weights(tmp_path, how, bits):
     if bits == "4":
         pytest.importorskip("bitsandbytes")
-    succeeded(run_python(["-m", "tests.helpers.adapter_worker", tmp_path, how, bits], ranks=2))
+    succeeded(run_function(send_an_adapter, tmp_path, how, bits, ranks=2))
     assert_all_sent(tmp_path)
 
 

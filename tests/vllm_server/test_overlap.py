@@ -21,7 +21,7 @@ from bapo_trl.upstream.fixes import end_training
 from bapo_trl.vllm_server.comparison import SamplerComparison
 from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.commands import succeeded
-from tests.helpers.failing_server import RUN, ModelServer, client_of
+from tests.helpers.fake_vllm import RUN, ModelServer, client_of
 from tests.helpers.forked import run_function
 from tests.helpers.toy import InUpdate, digits_reward, ending_model, terminate, toy_dataset, toy_trainer, training_logs
 

@@ -34,7 +34,7 @@ def server_trainer(monkeypatch, tmp_path, server=FakeVLLM, **settings):
 class BiasedOnce(FakeVLLM):
     """The first policy's tokens come with log-probabilities that are too high by 0.5."""
 
-    def _report(self, logits, processed):
+    def _report(self, processed):
         return processed.log_softmax(-1) + (0.5 if self.num_syncs == 1 else 0)
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from bapo_trl.errors import InputError
 from bapo_trl.vllm_server.quantized import prepare_quantized
 from tests.helpers.alike import assert_same_tensors
-from tests.helpers.scripted_llm import ScriptedLLM, colocate_trainer
+from tests.helpers.fake_vllm import ScriptedLLM, colocate_trainer
 from tests.helpers.toy import toy_model, training_logs
 
 

@@ -5,7 +5,7 @@ import requests
 import torch
 
 from bapo_trl.vllm_server.client import LimitedAdapter
-from tests.helpers.failing_server import ModelServer, client_of
+from tests.helpers.fake_vllm import ModelServer, client_of
 from tests.test_bapo_config import config
 
 
