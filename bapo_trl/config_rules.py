@@ -22,6 +22,8 @@ def check_rules(config: Any) -> None:
         if not getattr(config, name) >= 1:
             raise InputError(f"`{name}` is {getattr(config, name)!r}: set it to a whole number, at least 1.")
     _check_search(config)
+    if config.world_size > 1 and (config.uses_partial_rollouts or config.uses_replay):
+        _check_batches_are_whole(config)
     _check_partial_rollouts(config)
     _check_overlap(config)
     _check_sampler_logps(config)
@@ -92,6 +94,16 @@ def _check_unclipped_loss(config: Any) -> None:
                 f"`{name}` is {getattr(config, name)!r}, but `loss_type` {config.loss_type!r} has no clip bounds: "
                 f"leave it out, or choose a loss type with bounds ({', '.join(map(repr, CLIPPED_LOSS_TYPES))})."
             )
+
+
+def _check_batches_are_whole(config: Any) -> None:
+    if config.accelerator_config.split_batches:
+        raise InputError(
+            "`split_batches` is True in `accelerator_config`, so each rank would get only a part of the "
+            f"{config.rows_per_generation} samples per generation step (`per_device_train_batch_size` x "
+            "`steps_per_generation`) that partial rollouts and the replay buffer need on each rank. Set "
+            "`split_batches` to False."
+        )
 
 
 def _check_partial_rollouts(config: Any) -> None:

@@ -87,6 +87,16 @@ def test_a_grpo_config_is_taken_over():
     assert (cispo.epsilon, cispo.epsilon_high) == (0.2, 5.0)  # its cap
 
 
+@pytest.mark.parametrize("settings", [{"partial_rollout_oversampling": 1.5}, {"replay_fraction": 0.5}], ids=str)
+def test_batches_that_are_split_over_ranks_are_rejected_where_each_rank_needs_whole_ones(monkeypatch, settings):
+    split = {"accelerator_config": {"split_batches": True}, "steps_per_generation": 2, "num_generations": 4}
+    config(**split, **settings)
+    monkeypatch.setattr(BAPOConfig, "world_size", 2)
+    config(**split)
+    with pytest.raises(ValueError, match="`split_batches` is True"):
+        config(**split, **settings)
+
+
 def numbered_fields(kind: type) -> list:
     return [f for f in own_fields() if kind in (get_args(f.type) or (f.type,)) and f.default is not None]
 

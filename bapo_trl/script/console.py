@@ -1,5 +1,6 @@
 """What a training run prints: a table of its settings, then a table with a row for each log."""
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -13,6 +14,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import ProgressCallback, TrainerCallback
 
 from ..bapo_config import BAPOConfig
+from ..phase_clock import PHASES
 from ..report.runs import is_of_updates
 
 
@@ -89,6 +91,7 @@ class UpdateLines(TrainerCallback):
         self._is_training = True
         self._num_rows, self._widths = 0, [0] * (len(_COLUMNS) + 3)
         self._first = self._last = (state.global_step, monotonic())
+        self._of_updates = self._of_generations = 0.0  # seconds
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False
@@ -123,7 +126,7 @@ class UpdateLines(TrainerCallback):
         step, total = state.global_step, state.max_steps
         is_narrow = get_terminal_size(fallback=(100, 24)).columns < 100
         done = f"{step:>{len(str(total))}}/{total}" + ("" if is_narrow else f" {step / max(total, 1):4.0%}")
-        pace, left = self._pace(state)
+        pace, left = self._pace(args, state, logs)
         cells = [("", "update", done)]
         for above, name, metrics, form, width in _COLUMNS:
             fits = name != "ESS" or not is_narrow or state.max_steps < 10_000
@@ -138,14 +141,27 @@ class UpdateLines(TrainerCallback):
         above, names, row = ((" " if is_narrow else "  ").join(line) for line in zip(*padded, strict=True))
         return f"{above}\n{names}", row
 
-    def _pace(self, state) -> tuple[str, str]:
-        """Return the seconds an update, with its part of the generation, and what is left at the mean speed so far."""
+    def _pace(self, args, state, logs: Mapping[str, float]) -> tuple[str, str]:
+        """
+        Return the seconds an update, with its part of the generation, and what is left at the mean speed so far.
+
+        The time of the generations so far counts once per generation that is left, so the first row's holds.
+        """
         (first, start), (last, then) = self._first, self._last
         step, now = self._last = (state.global_step, monotonic())
         if step == last:
             return "-", "-"
-        left = (now - start) / (step - first) * (state.max_steps - step)
-        return f"{(now - then) / (step - last):.2f}", str(timedelta(seconds=round(left)))
+        updates, left = step - first, state.max_steps - step
+        if "time/generation" in logs:
+            seconds = {name: (step - last) * logs[f"time/{name}"] for name in PHASES}
+            self._of_updates += seconds["training"] + seconds["other"]
+            self._of_generations += sum(seconds.values()) - seconds["training"] - seconds["other"]
+            begun, total = (math.ceil(end / args.updates_per_generation) for end in (step, state.max_steps))
+            of_this_run = begun - first // args.updates_per_generation  # resumed within one, it begins it again
+            left_s = self._of_updates / updates * left + self._of_generations / of_this_run * (total - begun)
+        else:
+            left_s = (now - start) / updates * left
+        return f"{(now - then) / (step - last):.2f}", str(timedelta(seconds=round(left_s)))
 
 
 class ProgressBar(ProgressCallback):

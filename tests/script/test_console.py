@@ -11,6 +11,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from bapo_trl import BAPOConfig
 from bapo_trl.batch.staleness import staleness_line
+from bapo_trl.phase_clock import PHASES
 from bapo_trl.script.console import ProgressBar, UpdateLines, settings_table
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
 
@@ -188,6 +189,40 @@ def test_a_row_of_a_resumed_run_says_how_fast_it_is(monkeypatch, capsys):
     # 4 s for 2 updates, 8 left at 2 s each; 2 s for 1, 6 s for 3 so far, 7 left; 3600 s for 7, none left
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split()[-2:] for row in rows] == [["2.00", "0:00:16"], ["2.00", "0:00:14"], ["514.29", "0:00:00"]]
+
+
+def test_the_first_row_counts_a_generation_once_per_generation(monkeypatch, capsys):
+    monkeypatch.setattr("bapo_trl.script.console.monotonic", lambda: 0.0)
+    args = off_policy(num_iterations=1, steps_per_generation=8)  # 4 updates per generation
+    state = TrainerState(max_steps=12, is_world_process_zero=True)
+    callback = UpdateLines()
+    callback.on_train_begin(None, state, None)
+    times = dict.fromkeys((f"time/{name}" for name in PHASES), 0.0)
+    with_generation = {**times, "time/generation": 95.0, "time/scoring": 5.0, "time/training": 1.5, "time/other": 0.5}
+    without = {**times, "time/training": 2.0}
+    for state.global_step, log in (
+        (1, with_generation),
+        (2, without),
+        (5, with_generation | {"time/generation": 28.0}),
+    ):
+        callback.on_log(args, state, TrainerControl(), logs={"loss": 0.1, **log})
+    rows = [line for line in capsys.readouterr().out.splitlines() if "/12" in line]
+    # 11 updates of 2 s and 2 generations of 100 s; the last line: 3 updates of 2 s, and 99.5 s for one generation
+    assert [row.split()[-1] for row in rows] == ["0:03:42", "0:03:40", "0:01:54"]
+
+
+def test_a_run_that_resumes_within_a_generation_step_counts_the_next_ones_too(monkeypatch, capsys):
+    monkeypatch.setattr("bapo_trl.script.console.monotonic", lambda: 0.0)
+    args = off_policy(num_iterations=1, steps_per_generation=8)  # 4 updates per generation
+    state = TrainerState(global_step=3, max_steps=9, is_world_process_zero=True)
+    callback = UpdateLines()
+    callback.on_train_begin(None, state, None)
+    times = dict.fromkeys((f"time/{name}" for name in PHASES), 0.0)
+    log = {"loss": 0.1, **times, "time/generation": 100.0, "time/training": 2.0}
+    state.global_step = 4
+    callback.on_log(args, state, TrainerControl(), logs=log)
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "/9" in line)
+    assert row.split()[-1] == "0:03:30"  # 5 updates of 2 s, and generations before the updates 5 and 9
 
 
 def test_completions_that_the_terminal_cannot_encode_end_no_training(tmp_path, monkeypatch):
