@@ -102,6 +102,8 @@ class BAPOTrainer(ResumableParts):
         zero = self.args.deepspeed_plugin
         prepare_quantized(self.model, self.is_fsdp_enabled or (zero is not None and zero.zero_stage == 3))
         self._copied_settings = copied_settings(self)
+        if args.log_completions:
+            fixes.replace_what_stdout_cannot_encode()
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._known_logps: list[list[float | None]] | None = None  # set from a generation until TRL scores it

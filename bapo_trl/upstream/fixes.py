@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,16 @@ def reset_grpo_state(trainer: Any) -> None:
     trainer._entropy_window_stats = None
     for left in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         left.clear()
+
+
+def replace_what_stdout_cannot_encode() -> None:
+    """
+    Print a replacement for characters that the encoding of stdout lacks.
+
+    With `log_completions`, one such character ends the run. Needed up to TRL 1.16 at least.
+    """
+    if getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def restore_callbacks(trainer: Trainer) -> None:
