@@ -45,6 +45,18 @@ def test_a_phase_pauses_the_one_around_it(time):
     clock.on_step_end(None, None, None)
     assert clock.rates() == {"tokens/generated_per_s": 1, "tokens/trained_per_s": 2}
     assert clock.rates() == {}
+    clock.logs_totals = True
+    state = TrainerState(log_history=[{"loss": 0.1}])
+    clock.on_log(None, state, None)
+    assert state.log_history[0]["clock/wall_s"] == 31 + 2
+    assert state.log_history[0]["clock/cpu_s"] >= 0
+    clock.on_train_begin(None, state, None)  # of a resumed run
+    clock.on_step_begin(None, None, None)
+    time.now += 5
+    clock.on_step_end(None, None, None)
+    state.log_history.append({"loss": 0.1})
+    clock.on_log(None, state, None)
+    assert state.log_history[1]["clock/wall_s"] == 31 + 2 + 5
 
 
 class Wall(TrainerCallback):
