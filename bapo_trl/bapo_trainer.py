@@ -347,9 +347,10 @@ class BAPOTrainer(ResumableParts):
         return grad_norm
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
-        for part in self.parts:
-            part.before_evaluation(dataloader)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
+        with self.phase_clock.pause():
+            for part in self.parts:
+                part.before_evaluation(dataloader)
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
 
 trl_compat.check_trl([*trl_compat.missing_overrides(BAPOTrainer, GRPOTrainer), *trl_compat.missing_calls()])

@@ -4,8 +4,12 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
 
+from bapo_trl import BAPOTrainer
 from bapo_trl.batch.log_values import LARGEST, SMALLEST
 from bapo_trl.batch.update_means import OF_TOKENS, average_update
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
@@ -13,13 +17,15 @@ from bapo_trl.replay.mixer import REPLAY_METRICS
 from bapo_trl.report.figure import PANELS
 from bapo_trl.rollouts.rounds import PARTIAL_METRICS
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
-from tests.helpers.alike import TIMES
+from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.toy import (
     ON_GPU,
     InUpdate,
+    digits_reward,
     ending_model,
     toy_dataset,
     toy_run,
+    toy_trainer,
     training_logs,
 )
 
@@ -31,6 +37,13 @@ LATEST = {"grad_norm", "learning_rate", "epoch", "step", "num_tokens"}
 POOL_AND_QUEUE = {
     "partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 3, "replay_fraction": 0.25, "max_steps": 10,
 }  # fmt: skip
+
+
+class LogWithin(TrainerCallback):
+    """Writes a log line after the first micro-batch of each update."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.trainer.log({"within": state.global_step})
 
 
 def never_end(model) -> None:
@@ -203,3 +216,40 @@ def test_a_run_logs_bounds_and_search_where_there_are_some(tmp_path, settings, l
     (log,) = training_logs(toy_run(tmp_path, max_steps=1, **settings, **cap))
     assert (BOUNDS | SEARCH) & log.keys() == logged
     assert log["bapo/positive_share"] > 0
+
+
+@pytest.mark.parametrize("masked", [0, 1])
+def test_a_log_line_within_an_update_takes_the_values_so_far(tmp_path, masked, monkeypatch):
+    """Of two micro-batches, one without a token, the first is in one line, and the second in another."""
+
+    class OneIsMasked(BAPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            rows = torch.arange(len(batch["completion_mask"])) // self.args.per_device_train_batch_size
+            return {**batch, "completion_mask": batch["completion_mask"] * (rows % 2 != masked).unsqueeze(1)}
+
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)
+    settings = {"trainer_class": OneIsMasked, "micro_batch_layout": "padded"}
+    plain = toy_run(tmp_path / "plain", **settings)
+    callback = LogWithin()
+    trainer = toy_trainer(tmp_path, **settings, trainer_args={"callbacks": [callback]})
+    callback.trainer = trainer
+    trainer.train()
+    assert_same_weights(trainer, plain)
+    assert sum("within" in log for log in trainer.state.log_history) == 4
+    for log, of_plain in zip(training_logs(trainer), training_logs(plain), strict=True):
+        assert log["bapo/clip_high"] == of_plain["bapo/clip_high"]
+        assert log.get("entropy") == (of_plain["entropy"] if masked == 0 else None)
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, BAPOTrainer])
+def test_a_reward_writes_a_log_line_within_an_update_that_spans_generations(tmp_path, trainer_class):
+    def reward(completions, **kwargs):
+        trainer.log({"generated": len(completions)})
+        return digits_reward(completions)
+
+    scope = {"search_scope": "micro_batch"} if trainer_class is BAPOTrainer else {"config_class": GRPOConfig}
+    settings = {"steps_per_generation": 1, "num_iterations": 1, "max_steps": 2, **scope}
+    trainer = toy_trainer(tmp_path, trainer_class=trainer_class, reward_funcs=reward, **settings)
+    trainer.train()
+    assert sum("generated" in log for log in trainer.state.log_history) == 4

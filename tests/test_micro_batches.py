@@ -273,3 +273,29 @@ def test_two_ranks_of_unequal_lengths(tmp_path, settings):
         assert first[f"rows of {layout}"] == second[f"rows of {layout}"]
         torch.testing.assert_close(torch.tensor(first[layout]), torch.tensor(second["padded"]), rtol=0, atol=1e-5)
     assert len(set(first["rows of balanced"])) > 1 or settings["loss_type"] == "bnpo"
+
+
+def test_the_reason_why_micro_batches_are_not_balanced_is_said_once(tmp_path, capsys):
+    train(tmp_path, "balanced", loss_type="bnpo")
+    printed = capsys.readouterr().out
+    assert printed.count("not balanced") == printed.count("`loss_type` 'bnpo'") == 1
+    train(tmp_path, "balanced")
+    assert "not balanced" not in capsys.readouterr().out
+
+
+def test_a_key_that_the_layout_does_not_know_keeps_samples_where_they_are(tmp_path, capsys):
+    class OwnKey(Lengths):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return {**batch, "of_each_token": batch["completion_ids"] * 2, "of_each": torch.arange(24)}
+
+        def _compute_loss(self, model, inputs):
+            if self.model.training:
+                assert inputs["of_each_token"].equal(inputs["completion_ids"] * 2)
+                assert len(inputs["of_each"]) == 6
+            return super()._compute_loss(model, inputs)
+
+    trainer = train(tmp_path, "balanced", trainer_class=OwnKey)
+    assert capsys.readouterr().out.count("`of_each_token`") == 1
+    assert {rows for rows, *_ in trainer.shapes} == {6}
+    assert_same_training([train(tmp_path, "padded"), trainer])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
@@ -32,6 +33,18 @@ STUDY = {
     "seeds": [0, 1],
     "measure": {"every": 2, "avg_at": 3, "dataset": "test.jsonl"},
 }
+
+
+def accuracies(rng, trials: int, gain: float, seeds: int = 5, prompts: int = 256, samples: int = 4):
+    """
+    Return avg@4 of two methods with its standard error over the prompts, each of shape (trials, 2, seeds).
+
+    All methods and seeds answer the same prompts, of all difficulties. Seeds have an effect of their own.
+    """
+    difficulty = rng.uniform(0.1, 0.9, prompts)
+    skill = rng.normal(0.0, 0.005, (trials, 2, seeds, 1)) + gain * np.array([0, 1])[:, None, None]
+    right = rng.binomial(samples, (difficulty + skill).clip(0, 1)) / samples
+    return right.mean(-1), right.std(-1) / prompts**0.5
 
 
 @pytest.fixture
@@ -241,3 +254,65 @@ def test_a_run_without_results_is_a_row_with_its_error(folder, capsys, monkeypat
     write_study(seeds=[0], base={**BASE, "learning_rate": 0.5})  # other settings, mended or not, are other runs
     compare("--dry_run")
     assert "2 runs, 2 to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 9)", "sys.exit(137)"])  # of a run, and of its launcher
+def test_a_run_that_is_killed_repeatedly_keeps_its_checkpoints_for_the_next_call(folder, monkeypatch, capsys, ending):
+    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
+    (run,) = read_study("study.yaml").runs()
+    saves = (
+        "import json, os, sys; calls = open('calls', 'a'); calls.write(f'{len(sys.argv)} '); calls.close(); "
+        f"saved = {f'study/.run-{run.key}'!r} + '/checkpoint-2'; os.makedirs(saved, exist_ok=True); "
+        "json.dump({'global_step': 2, 'epoch': 1.0}, open(saved + '/trainer_state.json', 'w')); "
+    )
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves + ending])
+    for calls in ("1 3 ", "1 3 3 "):  # started, and resumed once in each call: no new checkpoint was saved
+        assert compare() == 1
+        assert Path("calls").read_text() == calls
+        assert not read_rows(Path("study"))
+        assert Path(f"study/.run-{run.key}/checkpoint-2").is_dir()
+    assert "failed" not in capsys.readouterr().out
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", saves])
+    monkeypatch.setattr(execution, "row_of", lambda run, *args: Row(run.arm, run.sweep, run.seed, final=0.5))
+    for name in ("trainer_state.json", "run_settings.json"):
+        Path(f"study/.run-{run.key}/{name}").touch()
+    assert compare() is None
+    assert Path("calls").read_text() == "1 3 3 3 "
+    assert not list(Path("study").glob(".run-*"))
+
+
+def test_the_error_of_a_run_is_the_end_of_its_error_output(folder, monkeypatch):
+    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
+    program = (
+        "import sys; print({'eval_error': 0.5, 'sampling_error': 1.0}); sys.stdout.flush(); "
+        "print('no memory left for', 'the batch', sep='\\n', end='\\n\\n', file=sys.stderr); "
+        "print({'late_error': 0.5}); sys.exit(3)"
+    )
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", program])
+    assert compare() == 1
+    (row,) = read_rows(Path("study")).values()
+    assert row.error.startswith("exit code 3: no memory left for | the batch (study/logs/")
+
+
+def test_the_printed_tables_claim_real_differences_and_few_others(folder, capsys, monkeypatch):
+    """Five seeds and 256 prompts: a paired t-test shows a difference of 0.03 most of the time."""
+    monkeypatch.setattr("bapo_trl.compare.figure.save_figure", lambda *args: None)
+    trials, rng = 300, np.random.default_rng(1)
+    write_study(over={"max_grad_norm": [1 + trial / 1e6 for trial in range(2 * trials)]}, seeds=list(range(5)))
+    drawn = zip(accuracies(rng, trials, 0.0), accuracies(rng, trials, 0.03), strict=True)
+    finals, errors = (np.concatenate(both) for both in drawn)
+    for place, run in enumerate(read_study("study.yaml").runs()):  # by seed, then by setting, then by arm
+        at = place // 2 % (2 * trials), place % 2, run.seed
+        row = Row(run.arm, run.sweep, run.seed, final=float(finals[at]), errors={"final": float(errors[at])})
+        write_row(row, Path("study", "runs", f"{run.key}.json"))
+    assert compare() is None
+    claims = []
+    for text in capsys.readouterr().out.split("\n## ")[1:]:
+        cells = [cell.strip() for cell in re.search(r"^\| BAPO .* \| [+-].*$", text, re.MULTILINE)[0].split("|")]
+        (mean, half), p = map(float, cells[5].split(" ± ")), float(cells[6])
+        claims.append("BAPO reached a higher" in text or "GRPO reached a higher" in text)
+        if p != 0.05 and abs(mean) != half:  # not printed with so few digits
+            assert claims[-1] == (abs(mean) > half) == (p < 0.05)
+    assert len(claims) == 2 * trials
+    assert 0.03 < np.mean(claims[:trials]) < 0.07
+    assert np.mean(claims[trials:]) > 0.6

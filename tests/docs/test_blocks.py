@@ -4,6 +4,7 @@ import configparser
 import json
 import re
 import runpy
+import signal
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,7 +16,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import benchmarks.gpu_first_run.__main__ as gpu_first_run
-from bapo_trl import BAPOConfig
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.checkpoints.files import find_defect
+from bapo_trl.checkpoints.stop_signals import EXIT_CODE
 from bapo_trl.compare import command as compare_command
 from bapo_trl.report import command as report_command
 from bapo_trl.script import serving
@@ -227,3 +230,23 @@ def test_every_block_is_run_or_parsed_or_says_why_not():
     fences = sum(len(re.findall(r"^ *```", page.read_text(), flags=re.MULTILINE)) for page in PAGES)
     assert fences == 2 * len(BLOCKS), "a fence that is not closed, or indented"
     assert all(TO_CHECK.values())
+
+
+@pytest.mark.parametrize("block", [block for block in TO_CHECK["python"] if "StopSignals" in block.text], ids=str)
+def test_an_example_that_stops_on_signals_exits_with_the_code_of_a_run_to_resume(block, folder, monkeypatch):
+    original = BAPOTrainer.training_step
+
+    def signalled(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(BAPOTrainer, "training_step", signalled)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_python_block(block)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert ended.value.code == EXIT_CODE
+    (checkpoint,) = folder.glob("*/checkpoint-1")
+    assert find_defect(checkpoint) is None

@@ -279,3 +279,36 @@ def test_a_vllm_server_samples_if_it_samples_the_training(folder, monkeypatch):
     for name, weight in server.trained.state_dict().items():
         torch.testing.assert_close(server.served.state_dict()[name], weight, rtol=0, atol=0)
     assert len(completions()) == len(completions("out/eval_completions_before.jsonl")) == 24
+
+
+def test_a_later_evaluation_keeps_what_was_measured_before_training(folder):
+    run(dataset_name="train.jsonl", eval_dataset="test.jsonl")
+    found = results()
+    run(do_train="false", eval_dataset="test.jsonl", model_name_or_path="out")
+    kept = {name: value for name, value in found.items() if name.startswith("before_")}
+    assert kept
+    assert kept.items() <= results().items()
+
+
+def test_a_reward_that_changes_its_arguments_sees_each_row_as_it_is(tmp_path):
+    def takes(completions, answer, **kwargs):
+        return [float(each.pop()) if each else 0.0 for each in answer]
+
+    trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, num_generations_eval=4, reward_funcs=takes)
+    stream = Dataset.from_list([{"prompt": "1+1=", "answer": [3]}]).to_iterable_dataset()
+    assert evaluate(trainer, stream, tmp_path / "completions.jsonl").metrics["reward"] == 3
+
+
+def test_a_first_reward_that_is_never_1_is_reported(folder, capsys):
+    names = ["get_soft_overlong_punishment", "my_rewards.has_digit"]
+    for order, is_reported in ((names, True), (names[::-1], False)):
+        settings = {"eval_dataset": "test.jsonl", "output_dir": order[0], "reward_funcs": "|".join(order)}
+        run(do_train="false", **settings)
+        assert ("Note: no completion has a first reward (`" in capsys.readouterr().out) == is_reported
+
+
+def test_a_null_in_a_nested_answer_is_a_missing_answer(folder, capsys):
+    rows = [{"prompt": f"{a}+1=", "meta": meta} for a, meta in enumerate(({"gold": "5"}, None, {"gold": None}))]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(do_train="false", eval_dataset="rows.jsonl", answer_column="meta.gold", reward_funcs="accuracy_reward")
+    assert "\nLeft out, without a reward: 2 of 3 prompts\n" in capsys.readouterr().out

@@ -199,3 +199,11 @@ def test_settings_without_a_meaning_are_an_error(settings, message):
 def test_trls_config_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="make it an AsyncBAPOConfig"):
         AsyncBAPOTrainer("model", [len], AsyncGRPOConfig(str(tmp_path), bf16=False, use_cpu=True))
+
+
+def test_tokens_that_trl_cannot_send_are_an_error(tmp_path, samples):
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 5])
+    with on_cpu(), pytest.raises(ValueError, match="The adapter has `trainable_token_indices`"):
+        async_trainer(tmp_path, samples, peft_config=adapter)

@@ -1,6 +1,7 @@
 """How commands end that fail: one line for a user's error, the traceback of anything else."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 from bapo_trl import cli
 from bapo_trl.errors import InputError
 from bapo_trl.script.failures import run_command
+from tests.helpers.commands import run_command as run_process
+from tests.helpers.commands import succeeded
 from tests.helpers.script_runs import flags as short_flags
 
 
@@ -70,3 +73,32 @@ def test_a_terminal_that_is_gone_ends_no_training(tmp_path, redirected):
     assert subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=300).returncode == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert (tmp_path / "out" / "report.png").exists()
+
+
+def test_a_users_own_error_file_hides_no_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "of" / "errors" / "error.json"))
+    (tmp_path / "of").mkdir()
+    first, second = failed(reject, capsys=capsys), failed(reject, capsys=capsys)
+    assert first == second != ""
+    assert list(tmp_path.iterdir()) == [tmp_path / "of"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+@pytest.mark.parametrize("flags", [["recipes"], ["--help"]])
+def test_output_that_cannot_be_written_is_an_error(flags):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "bapo_trl", *flags]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "No space left on device" in line
+
+
+@pytest.mark.processes
+def test_a_training_goes_on_where_the_terminal_knows_ascii_alone(tmp_path):
+    flags = "--config quickstart --max_steps 2 --save_steps 1 --logging_steps 1 --per_device_train_batch_size 8"
+    own = ["--output_dir", "\u00e9t\u00e9", "--max_eval_samples", "8", "--log_completions", "true"]
+    command = [sys.executable, "-m", "bapo_trl", "train", *flags.split(), *own]
+    printed = succeeded(run_process(command, cwd=tmp_path, PYTHONIOENCODING="ascii"))
+    assert "Saved ?t?" in printed
+    assert (tmp_path / "\u00e9t\u00e9" / "model.safetensors").exists()

@@ -5,6 +5,7 @@ from datasets import Dataset
 
 from bapo_trl.script.data.columns import format_data, format_prompts
 from bapo_trl.script.data.load import Data
+from bapo_trl.script.data.prompts import check_chat_template
 from bapo_trl.script.settings.arguments import BAPOScriptArguments
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import chat_tokenizer
@@ -94,3 +95,11 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
 def test_a_missing_column_raises_an_error_with_the_existing_ones(row, flags, message):
     with pytest.raises(ValueError, match=message):
         formatted(row, **flags)
+
+
+def test_a_later_row_that_the_chat_template_rejects_is_named():
+    user = {"role": "user", "content": "1+1?"}
+    rows = Dataset.from_dict({"prompt": [[user], [user], [{"role": "system", "content": "Add."}, user]]})
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with pytest.raises(ValueError, match=r"\(System role not supported\), first in row 2"):
+        check_chat_template(rows, chat_tokenizer(template))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.rewards import accuracy_reward
 
+from bapo_trl.errors import InputError
 from bapo_trl.script.rewards import resolve_reward_funcs
 from tests.evaluation.golds import ALIKE, DIFFERENT, GOLDS
 
@@ -138,3 +139,8 @@ def test_no_text_and_no_column_makes_a_reward_fail(text, solution):
     for reward in (ACCURACY, REASONING):
         assert rewards(reward, text, solution) in (None, 0, 1)
     assert FORMAT([text]) in ([0.0], [1.0])
+
+
+def test_a_name_that_is_no_function_is_rejected():
+    with pytest.raises(InputError, match=r"`reward_funcs` has 'math\.pi', which is no function but float"):
+        resolve_reward_funcs(["math.pi"])

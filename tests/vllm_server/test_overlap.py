@@ -361,3 +361,18 @@ def test_twenty_deaths_of_the_server_lose_no_sample(tmp_path):
     assert server.num_starts == 21
     assert trained == (list(toy_dataset()["prompt"]) * 5)[: len(trained)]
     assert len(trained) == 21 * 8
+
+
+def test_an_evaluation_waits_for_the_request(tmp_path):
+    """It sends weights: the request under way keeps those that it was made with."""
+    evaluating = {
+        "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "num_generations_eval": 3
+    }  # fmt: skip
+    trainer = run(tmp_path / "overlap", eval_dataset=toy_dataset(1), **evaluating)
+    oracle = run(
+        tmp_path / "oracle", OneGenerationLate, eval_dataset=toy_dataset(1), overlap_generation=False, **evaluating
+    )
+    assert_same_weights(trainer, oracle)
+    assert [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log] == [
+        log["eval_reward"] for log in oracle.state.log_history if "eval_reward" in log
+    ]

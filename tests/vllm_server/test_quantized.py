@@ -1,12 +1,15 @@
 """A base model that bitsandbytes quantized: what vLLM gets of it, and where it cannot work."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import IA3Config, LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from bapo_trl.errors import InputError
-from bapo_trl.vllm_server.quantized import prepare_quantized
+from bapo_trl.vllm_server.merged_adapters import send_merged_copies
+from bapo_trl.vllm_server.quantized import check_engine, check_engine_memory, prepare_quantized
 from tests.helpers.alike import assert_same_tensors
 from tests.helpers.fake_vllm import ScriptedLLM, colocate_trainer
 from tests.helpers.toy import toy_model, training_logs
@@ -166,3 +169,39 @@ class LinearOfTorchao(torch.nn.Linear):
     def __init__(self, *args):
         super().__init__(*args)
         self.weight = torch.nn.Parameter(self.weight.detach().as_subclass(Int8Tensor))
+
+
+def test_an_engine_without_memory_for_the_full_weights(monkeypatch, tmp_path):
+    trainer, _ = trainer_with(monkeypatch, tmp_path, NF4)
+    full = 2 * (sum(weight.numel() for weight in base_model().parameters()))  # bytes in bfloat16
+    generation = SimpleNamespace(model=trainer.model, tensor_parallel_size=1, gpu_memory_utilization=0.3)
+    check_engine_memory(generation, 5 * full)
+    with pytest.raises(InputError, match=r"`vllm_gpu_memory_utilization` is 0\.3, but .* take 0\.53 of the"):
+        check_engine_memory(generation, 2 * full)
+    generation.model = toy_model()  # which is loaded as it is stored, as TRL has it
+    check_engine_memory(generation, 1)
+
+
+def test_an_engine_that_holds_the_model_quantized(monkeypatch, tmp_path):
+    trainer, _ = trainer_with(monkeypatch, tmp_path, NF4)
+    check_engine(toy_model(), {"quantization": "fp8"})  # which vLLM makes of full weights
+    with pytest.raises(InputError, match=r"vLLM holds the model quantized \('bitsandbytes'\)"):
+        check_engine(trainer.model, {"quantization": "bitsandbytes"})
+
+
+@pytest.mark.parametrize(
+    ("layer_type", "name"),
+    [
+        (WeightInBuffers, "WeightInBuffers"),
+        (PackedWeight, "PackedWeight"),
+        (LinearOfTorchao, "LinearOfTorchao with weights of type Int8Tensor"),
+    ],
+)
+def test_an_adapter_on_another_type_of_quantized_layer(monkeypatch, tmp_path, layer_type, name):
+    trainer, _ = colocate_trainer(
+        monkeypatch, tmp_path / "run", trainer_args={"peft_config": LoraConfig(target_modules=["q_proj"])}
+    )
+    layer = trainer.model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.base_layer = layer_type(16, 16)
+    with pytest.raises(InputError, match=rf"on layers of type {name}, .* `load_in_4bit`"):
+        send_merged_copies(SimpleNamespace(model=trainer.model))

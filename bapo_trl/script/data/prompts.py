@@ -60,18 +60,25 @@ def is_chat(dataset: Dataset | IterableDataset | None) -> bool:
 
 
 def check_chat_template(dataset: Any, processing_class: Any, template_kwargs: Any = None) -> None:
-    """Raise an `InputError` if prompts are chat messages and the tokenizer's chat template cannot format the first."""
+    """Raise an `InputError` if prompts are chat messages and the tokenizer's chat template cannot format them."""
     # With a processor, the trainer rewrites the messages first
     if not is_chat(dataset) or hasattr(processing_class, "tokenizer"):
         return
-    try:
-        tokens_of(next(iter(dataset))["prompt"], processing_class, template_kwargs)
-    except (TemplateError, ValueError) as error:
-        raise InputError(
-            f"The prompts are chat messages, but the chat template of `model_name_or_path` does not accept them "
-            f"({error}): use an instruct model, or text prompts (`prompt_column`). If the template has no system "
-            "role, put the text of `system_prompt` into `prompt_template`."
-        ) from error
+    rows = _stored_prompts(dataset) if isinstance(dataset, Dataset) else [next(iter(dataset))["prompt"]]
+    tried = set()
+    for row, prompt in enumerate(rows):
+        kind = tuple((message["role"], *message) for message in prompt)
+        if kind in tried:  # a template accepts or rejects messages by their roles and fields
+            continue
+        tried.add(kind)
+        try:
+            tokens_of(prompt, processing_class, template_kwargs)
+        except (TemplateError, ValueError) as error:
+            raise InputError(
+                f"The prompts are chat messages, but the chat template of `model_name_or_path` does not accept them "
+                f"({error}), first in row {row}: use an instruct model, or text prompts (`prompt_column`). If the "
+                "template has no system role, put the text of `system_prompt` into `prompt_template`."
+            ) from error
 
 
 def longest_prompt(dataset: Any, processing_class: Any, template_kwargs: Any = None) -> tuple[int, int]:

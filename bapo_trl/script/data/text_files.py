@@ -124,16 +124,37 @@ def _read_csv(path: str, separator: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_json(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON file: objects, on a line each or over several lines, or an array of them."""
-    with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-        text, end = file.read(), 0
+    """Yield the rows of a JSON file: an object per line, objects over several lines, or an array (of texts too)."""
+    number = None  # of the line, if each line has its own object
     try:
-        while begin := _NEXT.match(text, end):
-            value, end = DECODER.raw_decode(text, begin.end())
-            for row in value if isinstance(value, list) else [value]:
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+            lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+            start, first = next(lines, (1, ""))
+            if not _is_object(first):
+                yield from _read_values("\n" * (start - 1) + first + file.read())
+                return
+            for number, line in chain([(start, first)], lines):  # noqa: B007 - read where an error is caught
+                row = DECODER.decode(line)
                 if not isinstance(row, dict):
-                    raise json.JSONDecodeError("it is not an object", text, begin.end())
+                    raise json.JSONDecodeError("the line is not an object", line, 0)
                 yield row
     except json.JSONDecodeError as error:
-        at = f"line {error.lineno}: {error.msg} at column {error.colno}"
+        at = f"line {number or error.lineno}: {error.msg} at column {error.colno}"
         raise ValueError(f"'{path}' has a JSON parse error in {at}") from error
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(DECODER.decode(line), dict)
+    except json.JSONDecodeError:
+        return False
+
+
+def _read_values(text: str) -> Iterator[dict[str, Any]]:
+    end = 0
+    while begin := _NEXT.match(text, end):
+        value, end = DECODER.raw_decode(text, begin.end())
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, dict | str):
+                raise json.JSONDecodeError("an item is not an object", text, begin.end())
+            yield {"text": item} if isinstance(item, str) else item
