@@ -125,11 +125,11 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
 def _check_data(data: Data, processing_class: Any, config: Any, training_args: BAPOConfig) -> None:
     """Reject prompts and a tokenizer that do not suit each other or the model (`InputError`)."""
     datasets = {"train": data.train, "eval": data.test}
-    if training_args.do_train:
-        check_number_of_prompts(data.train, training_args)
     for name, dataset in datasets.items():
         check_prompts(dataset, name)
         check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
+    if training_args.do_train:
+        check_number_of_prompts(data.train, training_args)
     check_fit(config, processing_class, training_args, datasets)
 
 

@@ -47,7 +47,7 @@ def check_prompts(dataset: Any, name: str) -> None:
 
 def _stored_prompts(dataset: Any) -> Iterator[Any]:
     """Yield the prompts of a dataset; none of a stream."""
-    if isinstance(dataset, Dataset):
+    if isinstance(dataset, Dataset) and len(dataset):  # an empty one may have no columns
         for batch in dataset.select_columns("prompt").iter(_ROWS_PER_READ):
             yield from batch["prompt"]
 
