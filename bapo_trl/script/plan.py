@@ -88,23 +88,39 @@ def dry_run(
         name, settings = model, {"revision": init.get("revision"), "trust_remote_code": args.trust_remote_code}
         config = AutoConfig.from_pretrained(model, **settings)
         dtype = init.get("dtype") or "float32"  # TRL's default
-        dtype = config.dtype or "float32" if dtype == "auto" else dtype
     else:
         name, settings, config, dtype = model.config._name_or_path, {}, model.config, model.dtype
         peft_config = peft_config or getattr(model, "active_peft_config", None)
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
     check_fit(config, processing_class, args, {"train": train_dataset})
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
-    first = next(iter(train_dataset))
-    _, longest = longest_prompt(train_dataset, processing_class, args.chat_template_kwargs)
+    of_model = (peft_config, quantization_config, mean_length, sharding)
+    return _describe(args, config, dtype, functions, train_dataset, processing_class, *of_model)
+
+
+def _describe(
+    args: BAPOConfig,
+    config: Any,
+    dtype: Any,
+    reward_funcs: Sequence[Any],
+    dataset: Any,
+    processing_class: Any,
+    peft_config: Any,
+    quantization_config: Any,
+    mean_length: int | None,
+    sharding: Sharding | None,
+) -> str:
+    """Return the plan of a run whose prompts fit the model; the arguments are as in [`dry_run`]."""
+    _, longest = longest_prompt(dataset, processing_class, args.chat_template_kwargs)
     parts = [
-        _prompts(args, train_dataset, processing_class, longest),
-        example_rewards(functions, first, processing_class),
+        _prompts(args, dataset, processing_class, longest),
+        example_rewards(reward_funcs, next(iter(dataset)), processing_class),
     ]
     if args.do_eval and not args.do_train:
         return "\n\n".join([f"Evaluation only, {args.num_generations_eval} completions per prompt", *parts])
-    check_number_of_prompts(train_dataset, args)
+    check_number_of_prompts(dataset, args)
     if args.max_completion_length is not None:
+        dtype = config.dtype or "float32" if dtype == "auto" else dtype
         of_model = (peft_config, quantization_config, mean_length, sharding or _sharding(args))
         parts.insert(0, memory_table(args, plan_memory(args, config, dtype, longest, *of_model)))
     return "\n\n".join([f"{settings_table(args)}\n{_staleness(args)}", *parts])
@@ -230,16 +246,17 @@ def _plan(settings: Settings, sharding: Sharding | None) -> str:
         load_processing_class(parts, args.trust_remote_code)
         return f"Merge of the adapter {parts[0][0]} into its base {parts[1][0]}, in {merged_folder(args)}: {_DRY_RUN}"
     inputs = gather_inputs(settings, parts)
-    (name, revision), peft_config = inputs.parts[-1], get_peft_config(model_args)
+    (_, revision), peft_config = inputs.parts[-1], get_peft_config(model_args)
     if len(inputs.parts) > 1:  # an adapter has the configuration of its base
         from peft import PeftConfig
 
         adapter, revision_of_adapter = inputs.parts[0]
         peft_config = PeftConfig.from_pretrained(adapter, revision=revision_of_adapter)
     args.model_init_kwargs = init_kwargs_of(args, model_args, revision)
-    plan = dry_run(
+    plan = _describe(  # the prompts were checked as the inputs were gathered
         args,
-        name,
+        inputs.config,
+        args.model_init_kwargs["dtype"],
         inputs.reward_funcs,
         inputs.data.prompts,
         inputs.processing_class,

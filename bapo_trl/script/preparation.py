@@ -47,6 +47,7 @@ class Inputs:
     data: Data
     reward_funcs: list[Any]
     parts: Parts  # of the model, which is a folder or an id on the Hub
+    config: Any  # of the model
     processing_class: Any  # tokenizer or processor
     extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
     settings_of_model: dict[str, Any]  # those of its `generation_config` that a generation uses
@@ -87,7 +88,7 @@ def gather_inputs(settings: Settings, parts: Parts) -> Inputs:
             check_can_be_saved(generation_config)
         if training_args.uses_partial_rollouts:
             check_for_partial_rollouts(of_model)
-    return Inputs(data, reward_funcs, parts, processing_class, extract_answer, of_model)
+    return Inputs(data, reward_funcs, parts, config, processing_class, extract_answer, of_model)
 
 
 def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:

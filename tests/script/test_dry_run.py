@@ -243,3 +243,12 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     assert ("\nEvaluation only" if "aime" in recipe else " (6 processes x ") in out
     assert "\nRewards of an example completion" in out
+
+
+def test_a_prompt_beyond_a_rotary_window_gives_one_warning():
+    folder = Path("short_window")
+    toy_model(max_position_embeddings=8).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    with pytest.warns(UserWarning, match=(message := "A prompt of the train dataset is too long")) as warned:
+        run(dataset_name="train.jsonl", model_name_or_path=str(folder), dry_run="true", do_eval="false")
+    assert sum(message in str(each.message) for each in warned) == 1
