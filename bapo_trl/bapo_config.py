@@ -177,7 +177,6 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
-        self._has_fixed_samples = self.generation_batch_size is not None and self.steps_per_generation is None
         if self.use_cpu and self.bf16 is None:  # TRL would set it whatever the processor
             self.bf16 = not self.fp16 and has_bfloat16()
         try:
@@ -225,11 +224,6 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
     def has_ratio_cap(self) -> bool:
         """Whether the loss type caps ratios at `epsilon_high`."""
         return self.loss_type in LOSSES and LOSSES[self.loss_type].has_ratio_cap
-
-    @property
-    def has_fixed_samples(self) -> bool:
-        """Whether a generation has as many samples on any number of processes: `generation_batch_size` was given."""
-        return getattr(self, "_has_fixed_samples", False)
 
     @property
     def micro_batches_per_generation(self) -> int:

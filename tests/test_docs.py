@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_trl.batch.micro_batches import LAYOUT_METRICS
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.replay.mixer import REPLAY_METRICS
 from bapo_trl.rollouts.rounds import PARTIAL_METRICS
@@ -53,4 +54,11 @@ def test_generated_pages_are_up_to_date():
 
 def test_metrics_of_ours_are_on_their_page():
     on_page = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "metrics.md").read_text()))
-    assert {*UPDATE_METRICS, *REPLAY_METRICS, *PARTIAL_METRICS, *MISMATCH_METRICS, *SERVER_METRICS} <= on_page
+    assert {
+        *LAYOUT_METRICS,
+        *UPDATE_METRICS,
+        *REPLAY_METRICS,
+        *PARTIAL_METRICS,
+        *MISMATCH_METRICS,
+        *SERVER_METRICS,
+    } <= on_page

@@ -1,5 +1,5 @@
 """
-What is refused, by setting and value: a message names both. A wording is held by no test.
+What is rejected, by setting and value: a message names both. No test checks its wording.
 
 One table for each way in: `BAPOConfig`, and `bapo-trl train`, which ends with one line.
 """
