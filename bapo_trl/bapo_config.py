@@ -11,13 +11,13 @@ from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
 from .batch.layout import LAYOUTS
+from .batch.losses import LOSSES
 from .clip_bounds import BoundGrid
 from .clip_bounds.config import BoundSearchConfig, help_of, setting
 from .clip_bounds.grid import SINGLE_POINT
-from .config_rules import check_rules
 from .errors import InputError
 from .inputs.setting_checks import check_device, check_fields, check_numbers
-from .losses import LOSSES
+from .inputs.setting_rules import check_rules
 from .rollouts.sampling_settings import biased_settings
 from .upstream.cpu_speed import has_bfloat16
 

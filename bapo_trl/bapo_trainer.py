@@ -21,12 +21,12 @@ from .checkpoints.curves import CarriedCurves
 from .checkpoints.ref_model import ReferenceModel
 from .checkpoints.resumable import ResumableParts
 from .clip_bounds import ClipBounds
+from .clip_bounds.paper import PAPER
 from .inputs import checks
 from .inputs.generation_config import settings_of_model
 from .inputs.prompt_checks import check_end_of_stream, check_images, check_number_of_prompts
 from .inputs.reward_checks import CheckedRewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
-from .paper import PAPER
 from .parts import Clock, Part
 from .replay.mixer import ReplayMixer
 from .rollouts.overlap import Overlap

@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.losses import CLIPPED_LOSS_TYPES
+from bapo_trl.batch.losses import CLIPPED_LOSS_TYPES
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks

@@ -9,8 +9,8 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
+from bapo_trl.batch.losses import CLIPPED_LOSS_TYPES, LOSSES
 from bapo_trl.clip_bounds.tokens import policy_tokens
-from bapo_trl.losses import CLIPPED_LOSS_TYPES, LOSSES
 
 
 def test_the_table_has_the_losses_of_trl_and_no_other():

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..losses import Loss
 from .layout import MicroBatch
+from .losses import Loss
 
 
 @dataclass(frozen=True)

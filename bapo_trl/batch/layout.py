@@ -185,7 +185,7 @@ def plan(
         layout (`str`): `"balanced"` sorts the samples of an update by length and divides them, `"trimmed"` makes TRL's
             micro-batches narrower, `"padded"` keeps them as they are.
         skips (`bool`): Whether samples without a gradient are left out. An empty micro-batch gets one masked sample.
-        mean_over (`str`): What the loss is a mean over, see [`~losses.Loss`].
+        mean_over (`str`): What the loss is a mean over, see [`~batch.losses.Loss`].
         multiple (`int`): Number of which the widths are made a multiple.
     """
     columns = np.moveaxis(measures, 2, 0)

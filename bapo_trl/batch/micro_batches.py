@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..losses import LOSSES
 from .filler_rows import LossScale, scale_without_fillers
 from .layout import MicroBatch, lay_out, measure, plan, scoring_chunks, update_starts
+from .losses import LOSSES
 from .policy_loss import FORWARD_KEYS
 from .samples import unknown_keys
 from .scoring import padding_counts

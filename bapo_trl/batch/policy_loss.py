@@ -12,7 +12,7 @@ import torch
 
 from ..clip_bounds import Contributions, size_contributions
 from ..clip_bounds.tokens import PolicyTokens, policy_tokens
-from ..losses import LOSSES
+from .losses import LOSSES
 
 
 FORWARD_KEYS = (

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, fields
 from typing import get_args
 
 from ..clip_bounds.config import BoundSearchConfig, setting
-from ..config_rules import check_bounds, check_epsilons
 from ..inputs.setting_checks import check_fields
+from ..inputs.setting_rules import check_bounds, check_epsilons
 from .async_grpo_compat import AsyncGRPOConfig
 
 

@@ -15,9 +15,9 @@ from ..checkpoints.curves import load_curves, save_curves
 from ..clip_bounds import ClipBounds, Contributions, size_contributions
 from ..clip_bounds.controller import ClipBoundController
 from ..clip_bounds.grid import SINGLE_POINT
+from ..clip_bounds.paper import PAPER
 from ..clip_bounds.tokens import PolicyTokens, policy_tokens
 from ..errors import InputError
-from ..paper import PAPER
 from ..phase_clock import TimedTrainer
 from ..vllm_server.merged_adapters import AUTOCAST, Types, merging_copies, needs_copies
 from .async_bapo_config import AsyncBAPOConfig

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from ...bapo_config import BAPOConfig, own_fields
+from ...batch.losses import CLIPPED_LOSS_TYPES
 from ...errors import InputError
-from ...losses import CLIPPED_LOSS_TYPES
 
 
 def _fixed_bounds(low: float, high: float) -> dict[str, float]:

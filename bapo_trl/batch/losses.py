@@ -13,7 +13,7 @@ import torch
 
 
 if TYPE_CHECKING:
-    from .clip_bounds.tokens import PolicyTokens
+    from ..clip_bounds.tokens import PolicyTokens
 
 
 @dataclass(frozen=True)
