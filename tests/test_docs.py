@@ -9,7 +9,7 @@ import pytest
 from bapo_trl.batch.micro_batches import LAYOUT_METRICS
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.replay.mixer import REPLAY_METRICS
-from bapo_trl.rollouts.rounds import PARTIAL_METRICS
+from bapo_trl.rollouts.partial import PARTIAL_METRICS
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
 from bapo_trl.vllm_server.stale_server import SERVER_METRICS
 from benchmarks import pages

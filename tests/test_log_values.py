@@ -15,7 +15,7 @@ from bapo_trl.batch.update_means import OF_TOKENS, average_update
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.replay.mixer import REPLAY_METRICS
 from bapo_trl.report.figure import PANELS
-from bapo_trl.rollouts.rounds import PARTIAL_METRICS
+from bapo_trl.rollouts.partial import PARTIAL_METRICS
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
 from tests.helpers.alike import TIMES, assert_same_weights
 from tests.helpers.toy import (

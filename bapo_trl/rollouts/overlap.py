@@ -9,13 +9,12 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from ..batch.injected import InjectedRollouts
+from ..batch.injected import InjectedRollouts, check_token_ids_suffice
 from ..checkpoints.rank_errors import on_main_process
 from ..checkpoints.rank_files import RankFiles
 from ..checkpoints.stop_signals import is_stopped
 from ..parts import Part
 from .read_ahead import ReadAhead
-from .token_ids import check_token_ids_suffice
 
 
 FILES = RankFiles(

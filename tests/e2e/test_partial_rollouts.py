@@ -79,7 +79,7 @@ def train_on_a_rank(folder: str, settings: str) -> None:
     )  # fmt: skip
     with Recording.server:
         trainer.train(resume_from_checkpoint=resume)
-    parked = [group.inputs["prompt"] for group in part_of(trainer, PartialRollouts).rounds.pool]
+    parked = [group.inputs["prompt"] for group in part_of(trainer, PartialRollouts).pool]
     finish(trainer, folder, prompts=trainer.prompts, batches=trainer.batches, parked=parked)
 
 

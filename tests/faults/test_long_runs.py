@@ -49,7 +49,7 @@ class Measurements(TrainerCallback):
             ),
         }
         line["rows in the queue"] = len(part_of(trainer, ReplayMixer).buffer)
-        line["groups in the pool"] = sum(1 for _ in part_of(trainer, PartialRollouts).rounds.pool)
+        line["groups in the pool"] = sum(1 for _ in part_of(trainer, PartialRollouts).pool)
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.seconds = time.process_time()

@@ -132,7 +132,7 @@ def trained_rows(trainer, *kinds):
 
 
 def pool_of(trainer):
-    return part_of(trainer, PartialRollouts).rounds.pool
+    return part_of(trainer, PartialRollouts).pool
 
 
 def parked_prompts(trainer) -> list[str]:
@@ -459,7 +459,7 @@ def test_a_save_in_the_middle_of_a_generation_is_of_the_pool_before_it(tmp_path)
 
     class SavesInRounds(PartialRollouts):
         def _continue(self, prompts, cap):
-            self.rounds.save(tmp_path / "within", is_boundary=True, policy_version=self._run.state.global_step)
+            self.save(tmp_path / "within", self._run.now())
             return super()._continue(prompts, cap)
 
     (tmp_path / "within").mkdir()

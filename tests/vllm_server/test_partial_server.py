@@ -1,10 +1,12 @@
 """Partial rollouts, and restarts, over a vLLM server. What a live one does is in tests/e2e."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from bapo_trl.rollouts.partial import PartialRollouts
 from bapo_trl.rollouts.pool import RolloutPool
-from bapo_trl.rollouts.rounds import RolloutRounds
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import training_logs
 from tests.rollouts.test_rollout_rounds import (
@@ -89,29 +91,29 @@ def test_another_sampler_than_that_of_the_checkpoint_is_rejected(monkeypatch, tm
 
 def test_all_ranks_send_equally_many_prompts():
     """TRL hands each rank its part of the server's answer by the number of its own prompts."""
-    sent = {}
+    sent, other = [], 5
 
-    def rank(index, num_groups, other):
-        """One rank's rounds, beside another that always has `other` completions in flight and is never done."""
-        pool = RolloutPool(2, 6, eos_token_ids=[1], rank=index, num_ranks=2)
+    class Rank(PartialRollouts):
+        """One rank, beside another that always has `other` completions in flight and is never done."""
 
-        def gather(numbers):
+        def _gather(self, numbers):
             if len(numbers) == 3:  # has enough, cap, number in flight
-                return [numbers, [len(sent[index]) >= 2, 3, other]]
+                return [numbers, [len(sent) >= 2, 3, other]]
             return [numbers, numbers]
 
-        def sample(prompts, cap):
-            sent[index].append(prompts)
+        def _continue(self, prompts, cap):
+            sent.append(prompts)
             return [[5] * (cap - 1) + [1] for _ in prompts], None
 
-        rounds = RolloutRounds(pool, num_groups=num_groups, num_carried_over=0, chunk_length=3, gather=gather)
-        prompts = [({"prompt": str(i)}, [7, 8 + i]) for i in range(num_groups)]
-        score_all = lambda prompts, completions: [[-1.0] * len(row) for row in completions]  # noqa: E731
-        batch, _ = rounds.generate(prompts, 0, None, sample, score_all)
-        return batch
+        def _score(self, prompts, completions):
+            return [[-1.0] * len(row) for row in completions]
 
-    sent[0] = []
-    batch = rank(0, num_groups=1, other=5)
-    assert [len(prompts) for prompts in sent[0]] == [5, 5]
+    args = SimpleNamespace(
+        groups_per_generation=1, groups_carried_over=0, partial_rollout_chunk_length=3, use_sampler_logps=False
+    )
+    rank = Rank()
+    rank._run, rank.pool = SimpleNamespace(args=args, is_within_update=False), RolloutPool(2, 6, [1], num_ranks=2)
+    batch = rank._generate([({"prompt": "0"}, [7, 8])], 0, None)
+    assert [len(prompts) for prompts in sent] == [5, 5]
     assert batch.token_ids == [[5, 5, 1], [5, 5, 1]]
-    assert sent[0][1] == [[7]] * 5  # nothing of its own is left: dummies alone
+    assert sent[1] == [[7]] * 5  # nothing of its own is left: dummies alone
