@@ -16,7 +16,7 @@ from .batch.micro_batches import MicroBatches
 from .batch.policy_loss import known_old_logps, mask_values, without_masked_values
 from .batch.samples import attach_version, pad_logps
 from .batch.staleness import staleness_line
-from .batch.updates import make_updates
+from .batch.updates import BatchUpdates
 from .checkpoints.curves import CarriedCurves
 from .checkpoints.ref_model import ReferenceModel
 from .checkpoints.resumable import ResumableParts
@@ -173,7 +173,7 @@ class BAPOTrainer(ResumableParts):
         for part in self.parts:
             part.reset(self)
         self._micro_batches = MicroBatches(self)
-        self._updates = make_updates(self, self._micro_batches)
+        self._updates = BatchUpdates(self, self._micro_batches)
         self.bounds_controller = self._updates.bounds
         self._clip_with(self.bounds_controller.current)
 

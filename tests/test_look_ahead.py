@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoKrConfig, LoraConfig
 
-from bapo_trl.batch.policy_loss import PolicyLoss
+from bapo_trl.batch.updates import PolicyLoss
 from bapo_trl.upstream.forward_passes import forked_random_state
 from tests.helpers.model_state import model_state, random_state
 from tests.helpers.toy import opt_model, toy_model, toy_trainer, training_logs

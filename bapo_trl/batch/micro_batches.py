@@ -95,13 +95,17 @@ class MicroBatches:
             buffer[:] = lay_out(buffer, self._planned, starts)
         self._buffer = buffer
 
-    def begin_update(self, step: int, count: int) -> None:
-        """Begin the update of `count` micro-batches, the first of which is micro-batch `step` of the run."""
+    def begin_update(self, step: int, count: int) -> list[int]:
+        """
+        Begin the update of `count` micro-batches, the first of which is micro-batch `step` of the run.
+
+        Return the positions in the buffer of those that belong to the same generation.
+        """
         settings, self._update = self._settings, []
-        if not self._planned:
-            return
         left = settings.micro_batches_per_generation - step % settings.micro_batches_per_generation
         places = [(step + i) % settings.steps_per_generation for i in range(min(count, left))]
+        if not self._planned:
+            return places
         self._of_update = scale_without_fillers(
             [self._planned[place] for place in places],
             count - len(places),
@@ -109,6 +113,7 @@ class MicroBatches:
             LOSSES[settings.loss_type],
             self._accelerator.num_processes,
         )
+        return places
 
     def take(self, step: int) -> LossScale:
         """Add micro-batch `step` of the run to the current update; return the factors of its loss."""
