@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback
 
 from bapo_trl.checkpoints.files import MANIFEST
-from bapo_trl.checkpoints.ref_model import FILES, FOLDER, load_ref_model, save_ref_model
+from bapo_trl.checkpoints.ref_model import FILES, FOLDER, ReferenceModel
 from bapo_trl.errors import InputError
 from tests.helpers.alike import TIMES, assert_same_tensors, assert_same_weights
 from tests.helpers.commands import succeeded
@@ -169,17 +169,18 @@ def save_and_load_on_a_rank(folder: str, sharding: str) -> None:
     state = PartialState(cpu=True)
     assert state.num_processes == 2
 
-    def trainer_with(model):
-        args = SimpleNamespace(should_save=state.is_main_process, sync_ref_model=True)
-        return SimpleNamespace(ref_model=model, args=args, is_world_process_zero=lambda: state.is_main_process)
+    def reference(model):
+        args, part = SimpleNamespace(should_save=state.is_main_process, sync_ref_model=True), ReferenceModel()
+        part.reset(SimpleNamespace(ref_model=model, args=args, is_world_process_zero=lambda: state.is_main_process))
+        return part
 
     settings = {"tie_word_embeddings": True, "torch_dtype": torch.bfloat16, "hidden_size": 18}
     whole = toy_model(0, **settings).to(torch.bfloat16)
     expected = {name: values.clone() for name, values in whole.named_parameters()}
-    save_ref_model(trainer_with(sharded(whole, sharding)), folder)
+    reference(sharded(whole, sharding)).save(folder, None)
     # Each rank begins with weights of its own
     other = sharded(toy_model(1 + state.process_index, **settings).to(torch.bfloat16), sharding)
-    load_ref_model(trainer_with(other), folder)
+    reference(other).load_together(folder)
     is_sharded = sharding == "fsdp2"
     found = {name: values.full_tensor() if is_sharded else values for name, values in other.named_parameters()}
     assert_same_tensors(found, expected)

@@ -13,6 +13,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 from accelerate.utils import gather_object, is_peft_model
 from transformers import PreTrainedModel
@@ -35,7 +36,7 @@ from .files import (
     rotate,
     write_manifest,
 )
-from .rank_errors import on_main_process, raise_on_all_ranks, raising_on_all_ranks
+from .rank_errors import on_main_process, raising_on_all_ranks
 from .run_lock import RunLock
 from .stop_signals import is_stopped
 
@@ -176,22 +177,23 @@ class AtomicCheckpoints(GRPOTrainer):
         self._num_saves += 1
         unfinished = self._unfinished(run_dir)
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        # In the parents' save, ranks may wait for a failed rank that cannot notify them. The launcher then ends them.
+        failing_together = partial(raising_on_all_ranks, partial(_explain, run_dir, name))
+        # In the parents' save, ranks may wait for a failed rank that cannot notify them
         fails_alone = self.accelerator.num_processes > 1 and (is_sharded or bool(self.state.best_global_step))
-        with _failing_together(run_dir, name, fails_alone):
+        with failing_together(at_once=fails_alone):
             self._is_saving = True
             try:
                 super()._save_checkpoint(model, trial, *args, **kwargs)
             finally:
                 self._is_saving = False
             self._record_best(run_dir, name)
-        with _failing_together(run_dir, name):  # all ranks have written
+        with failing_together():  # all ranks have written
             if is_owner:
                 save_adapter_configs(self.model, os.path.join(unfinished, name))
                 write_manifest(os.path.join(unfinished, name))
             if self.is_local_process_zero() and os.path.isdir(unfinished):  # they may be in this node's memory only
                 flush_tree(unfinished)
-        with _failing_together(run_dir, name):
+        with failing_together():
             if is_owner:
                 move_into_place(unfinished, folder)
                 rotate(unfinished, folder, self.args.save_total_limit, self.state.best_model_checkpoint)
@@ -213,24 +215,6 @@ class AtomicCheckpoints(GRPOTrainer):
         self.state.best_model_checkpoint = best
         if self.args.should_save:
             self.state.save_to_json(os.path.join(self._unfinished(run_dir), name, TRAINER_STATE_NAME))
-
-
-@contextlib.contextmanager
-def _failing_together(run_dir: str, name: str, fails_alone: bool = False) -> Iterator[None]:
-    """
-    Wait for all ranks at the end of a part of a save, and raise the error of a rank on all of them.
-
-    A note on the error says how to resume. With `fails_alone`, a rank raises its error at once.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        caught.add_note(_explain(run_dir, name))
-        if fails_alone:
-            raise
-        error = caught
-    raise_on_all_ranks(error)
 
 
 def _explain(run_dir: str, name: str) -> str:

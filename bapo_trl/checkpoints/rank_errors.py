@@ -14,16 +14,26 @@ T = TypeVar("T")
 _KINDS: tuple[type[Exception], ...] = (InputError, OSError)
 
 
-def raise_on_all_ranks(error: Exception | None) -> None:
+@contextmanager
+def raising_on_all_ranks(explain: Callable[[], str] | None = None, at_once: bool = False) -> Iterator[None]:
     """
-    Raise the error of one rank on all ranks. All ranks make this call together.
+    Raise an error inside this context on all ranks, at its end. All ranks make this call together.
 
     The other ranks raise an error that quotes it: an `InputError`, an `OSError` or, for other types, a `RuntimeError`.
+    `explain` returns a note on the error. Inside, no rank may wait for another, unless a rank raises its error
+    `at_once`: the launcher then ends the others.
     """
-    described = None
-    if error is not None:
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        described = text, next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+    error: Exception | None = None
+    described: tuple[str, type[Exception]] | None = None
+    try:
+        yield
+    except Exception as caught:
+        if explain is not None:
+            caught.add_note(explain())
+        if at_once:
+            raise
+        error, text = caught, "\n".join([str(caught), *getattr(caught, "__notes__", ())])
+        described = text, next((kind for kind in _KINDS if isinstance(caught, kind)), RuntimeError)
     of_ranks = gather_object([described])
     if error is not None:
         raise error
@@ -31,17 +41,6 @@ def raise_on_all_ranks(error: Exception | None) -> None:
         if found is not None:
             text, kind = found
             raise kind(f"On rank {rank}: {text}")
-
-
-@contextmanager
-def raising_on_all_ranks() -> Iterator[None]:
-    """Raise an error inside this context on all ranks, at its end; see above. Inside, no rank may wait for another."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    raise_on_all_ranks(error)
 
 
 def on_main_process(call: Callable[[], T]) -> T:

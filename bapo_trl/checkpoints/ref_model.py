@@ -23,54 +23,48 @@ FILES = RankFiles("ref model", "1", "resume from another checkpoint")
 
 
 class ReferenceModel(Part):
-    """The reference model of a trainer, which `sync_ref_model` changes."""
+    """The reference model of a trainer, which `sync_ref_model` changes. Its parameters are gathered one by one."""
 
     def reset(self, run):
         self._run = run
 
+    @torch.no_grad()
     def save(self, folder, clock):
-        if self._run.args.sync_ref_model:
-            save_ref_model(self._run, folder)
+        args, model = self._run.args, self._run.ref_model
+        if not args.sync_ref_model:
+            return
+        saved = {}
+        with _unsharded(model, is_changed=False):
+            for name, parameter in model.named_parameters():
+                with _whole(parameter, is_changed=False) as values:
+                    if args.should_save:
+                        saved[name] = values.to("cpu", copy=True).contiguous()
+        if args.should_save:
+            FILES.write(Path(folder, FOLDER), 0, 1, saved)
 
+    @torch.no_grad()
     def load_together(self, folder):
-        if self._run.ref_model is not None:
-            load_ref_model(self._run, folder)
+        """
+        Restore the reference model on all ranks, as read by the main process.
+
+        Warns if the checkpoint has none although `sync_ref_model` is on. Raises an `InputError` for a file that is
+        damaged or belongs to another model.
+        """
+        model = self._run.ref_model
+        if model is None:
+            return
+        with _unsharded(model, is_changed=True):
+            is_there = _load(model, FILES.path(Path(folder, FOLDER), 0, 1))
+        if not is_there and self._run.args.sync_ref_model and self._run.is_world_process_zero():
+            warnings.warn(
+                f"The checkpoint {folder} has no reference model, which `sync_ref_model` had changed: the run "
+                "continues with the initial reference model, so the KL penalty (`beta`) differs."
+            )
 
 
-@torch.no_grad()
-def save_ref_model(trainer: Any, checkpoint: str | Path) -> None:
-    """Write the parameters of the reference model, gathered one by one. All ranks make this call together."""
-    saved = {}
-    with _unsharded(trainer.ref_model, is_changed=False):
-        for name, parameter in trainer.ref_model.named_parameters():
-            with _whole(parameter, is_changed=False) as values:
-                if trainer.args.should_save:
-                    saved[name] = values.to("cpu", copy=True).contiguous()
-    if trainer.args.should_save:
-        FILES.write(Path(checkpoint, FOLDER), 0, 1, saved)
-
-
-@torch.no_grad()
-def load_ref_model(trainer: Any, checkpoint: str | Path) -> None:
-    """
-    Restore the reference model on all ranks, as read by the main process. All ranks make this call together.
-
-    Warns if the checkpoint has none although `sync_ref_model` is on. Raises an `InputError` for a file that is damaged
-    or belongs to another model.
-    """
-    with _unsharded(trainer.ref_model, is_changed=True):
-        is_there = _load(trainer, checkpoint)
-    if not is_there and trainer.args.sync_ref_model and trainer.is_world_process_zero():
-        warnings.warn(
-            f"The checkpoint {checkpoint} has no reference model, which `sync_ref_model` had changed: the run "
-            "continues with the initial reference model, so the KL penalty (`beta`) differs."
-        )
-
-
-def _load(trainer: Any, checkpoint: str | Path) -> bool:
+def _load(model: torch.nn.Module, path: Path) -> bool:
     """Load the reference model on all ranks; return whether the checkpoint has one."""
-    path = FILES.path(Path(checkpoint, FOLDER), 0, 1)
-    parameters: dict[str, Any] = dict(trainer.ref_model.named_parameters())
+    parameters: dict[str, Any] = dict(model.named_parameters())
     saved: dict[str, torch.Tensor] = {}
 
     def read() -> bool:

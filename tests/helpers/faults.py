@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ class SaveEvents:
         self._is_watched, self._is_saving = update is None, False
 
     def watch(self, trainer) -> None:
-        save, wait = trainer._save_checkpoint, atomic.raise_on_all_ranks
+        save, on_all_ranks = trainer._save_checkpoint, atomic.raising_on_all_ranks
 
         def watched_save(*args, **kwargs):
             step = trainer.state.global_step
@@ -69,12 +70,14 @@ class SaveEvents:
             self._happens("end")
             self._is_saving = False
 
-        def watched_wait(error):
-            if self._is_saving:
-                self._happens("wait")
-            wait(error)
+        @contextmanager
+        def watched_wait(*args, **kwargs):
+            with on_all_ranks(*args, **kwargs):
+                yield
+                if self._is_saving:
+                    self._happens("wait")
 
-        trainer._save_checkpoint, atomic.raise_on_all_ranks = watched_save, watched_wait
+        trainer._save_checkpoint, atomic.raising_on_all_ranks = watched_save, watched_wait
         PartialRollouts._continue = self._numbered(PartialRollouts._continue, "round")
         trainer.training_step = self._numbered(trainer.training_step, "micro-batch")
         sys.addaudithook(self._audit)
