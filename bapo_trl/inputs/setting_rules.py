@@ -8,11 +8,7 @@ from ..batch.losses import CLIPPED_LOSS_TYPES, LOSSES
 from ..clip_bounds import BOUND_PARTS
 from ..clip_bounds.grid import BoundGrid
 from ..errors import InputError
-from ..replay.buffer import smallest_capacity, smallest_max_staleness
 from ..rollouts.sampling_settings import check_across_calls
-
-
-_MODES_OF_VESPO = ("token_truncate", "token_mask")
 
 
 def check_rules(config: Any) -> None:
@@ -200,27 +196,24 @@ def _check_replay(config: Any) -> None:
             "optimizer step are drawn together."
         )
     rows = config.rows_per_generation
-    if config.replay_capacity < rows:
-        raise InputError(
-            f"`replay_capacity` is {config.replay_capacity}, less than the {rows} samples of a generation step on "
-            f"each rank: set it to at least {rows}."
-        )
     if 0 < config.replay_fraction <= 0.5 / rows:
         raise InputError(
             f"`replay_fraction` is {config.replay_fraction}, less than one of the {rows} samples of a batch on each "
             f"rank: set it to at least {1 / rows:.3g}, or to 0."
         )
-    updates = config.updates_per_pass
-    num_replayed = rows if config.replay_zero_advantage else round(config.replay_fraction * rows)
-    needed = smallest_capacity(rows, num_replayed, updates, config.num_iterations, config.replay_min_staleness)
-    if config.replay_capacity < needed:
+    # With U updates in a pass and I passes, samples from d generation steps ago have a staleness of d U I + p U at
+    # pass p (from 0), and U - 1 more at its last update. The first pass draws before its own samples are added
+    updates, stalest = config.updates_per_pass, config.replay_min_staleness
+    versions = updates * config.num_iterations
+    ago = max(1, math.ceil(stalest / versions))
+    kept = ago if config.num_iterations == 1 else max(ago, math.ceil(max(0, stalest - updates) / versions) + 1)
+    if config.replay_capacity < kept * rows:
         raise InputError(
-            f"`replay_min_staleness` is {config.replay_min_staleness}, but with a `replay_capacity` of "
-            f"{config.replay_capacity} the buffer evicts samples before enough of them are that stale (at {rows} "
-            f"samples per generation step on each rank and {updates * config.num_iterations} updates on them): set "
-            f"`replay_capacity` to at least {needed}, or lower `replay_min_staleness`."
+            f"`replay_capacity` is {config.replay_capacity}, but each rank must hold {kept} x {rows} samples (those of "
+            "a generation step), so that enough of them have a staleness of `replay_min_staleness` "
+            f"({stalest}). Set it to at least {kept * rows}."
         )
-    oldest = smallest_max_staleness(updates, config.num_iterations, config.replay_min_staleness)
+    oldest = ago * versions + updates - 1
     if config.uses_partial_rollouts or config.overlap_generation:  # samples may enter a generation step late
         oldest += config.updates_per_generation
     if config.replay_max_staleness is not None and config.replay_max_staleness < oldest:
@@ -245,11 +238,4 @@ def _check_vllm(config: Any) -> None:
             f"`vllm_request_timeout` is {config.vllm_request_timeout:g} and `vllm_server_timeout` "
             f"{config.vllm_server_timeout:g}: the other ranks wait for the main process that long, but give up after "
             f"`ddp_timeout`, which is {config.ddp_timeout}. Raise `ddp_timeout` to at least {math.ceil(longest)}."
-        )
-    corrects = config.use_vllm and config.vllm_importance_sampling_correction
-    takes_tokens = config.vllm_importance_sampling_mode in _MODES_OF_VESPO
-    if corrects and LOSSES[config.loss_type].is_of_sequences and not takes_tokens:
-        raise InputError(
-            f"`vllm_importance_sampling_mode` is '{config.vllm_importance_sampling_mode}', but `loss_type` "
-            f"'{config.loss_type}' needs vLLM's correction per token: set it to 'token_truncate' (or 'token_mask')."
         )

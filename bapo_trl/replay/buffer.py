@@ -8,7 +8,6 @@ Invariants:
 - Draws are deterministic: samples with the fewest uses come first, and among them the least recently added or drawn.
 """
 
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,35 +26,6 @@ LARGEST_WASTE = 0.13
 
 # The record of each sample; `touched` numbers all additions and draws, and a chunk has the samples added together
 _ENTRY = np.dtype([(name, np.int64) for name in ("version", "uses", "touched", "chunk", "place")])
-
-
-def smallest_capacity(
-    rows: int, drawn_first: int, updates_per_pass: int, num_iterations: int = 1, min_staleness: int = 0
-) -> int:
-    """
-    Compute the smallest capacity with which each draw finds enough samples of at least `min_staleness`.
-
-    With `U` updates per pass and `I` passes, samples from `d` generation steps ago have a staleness of `d U I + p U`
-    at pass `p` (from 0). The buffer must also hold samples that are not stale enough: `d` generation steps at a later
-    pass, of which the second needs most, and one less at the first, which draws before its own samples are added.
-
-    A generation step has `rows` samples, and a later pass draws as many; the first pass draws `drawn_first`.
-    """
-    versions = updates_per_pass * num_iterations  # of a generation
-    first = (max(1, math.ceil(min_staleness / versions)) - 1) * rows + drawn_first
-    if num_iterations == 1:
-        return first
-    return max(first, (math.ceil(max(0, min_staleness - updates_per_pass) / versions) + 1) * rows)
-
-
-def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_staleness: int = 0) -> int:
-    """
-    Compute the smallest `max_staleness` with which the first pass over a generation step can draw samples.
-
-    Their staleness is `d U I`, see [`smallest_capacity`], and `U - 1` more at the last update of the pass.
-    """
-    versions = updates_per_pass * num_iterations  # of a generation
-    return max(1, math.ceil(min_staleness / versions)) * versions + updates_per_pass - 1
 
 
 @dataclass(frozen=True)

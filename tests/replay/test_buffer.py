@@ -1,6 +1,7 @@
 """The replay queue against a plain list, and its limits."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bapo_trl.batch.samples import Rows, concat_rows
-from bapo_trl.replay.buffer import ReplayBuffer, smallest_max_staleness
+from bapo_trl.replay.buffer import ReplayBuffer
 
 
 def make_rows(version, count, first=0, advantages=None):
@@ -179,9 +180,10 @@ def rows_of_first_passes(updates, passes, num_generations=9, **limits):
 
 @pytest.mark.parametrize(("updates", "passes"), [(1, 1), (3, 1), (1, 2), (2, 2), (2, 3)])
 def test_the_smallest_limits_under_which_a_first_pass_draws(updates, passes):
-    for min_staleness in range(0, 2 * updates * passes + 2):
+    versions = updates * passes
+    for min_staleness in range(0, 2 * versions + 2):
         stays = {"min_staleness": min_staleness}
-        smallest = smallest_max_staleness(updates, passes, min_staleness)
+        smallest = max(1, math.ceil(min_staleness / versions)) * versions + updates - 1  # as in `BAPOConfig`
         assert rows_of_first_passes(updates, passes, max_staleness=smallest - 1, **stays) == 0
         assert rows_of_first_passes(updates, passes, max_reuse=passes, **stays) == 0
         assert rows_of_first_passes(updates, passes, max_staleness=smallest, max_reuse=passes + 1, **stays) > 0
