@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from .bapo_config import BAPOConfig, check_copied, copied_settings
-from .batch.filler_rows import LossScale, mark_fillers
+from .batch.filler_rows import mark_fillers
 from .batch.injected import InjectedRollouts
 from .batch.log_values import add_values, reduce_window
 from .batch.micro_batches import MicroBatches
@@ -298,12 +298,12 @@ class BAPOTrainer(ResumableParts):
             are_fresh = self.sampled_by == self.state.global_step
             count, buffer = self.current_gradient_accumulation_steps, self._buffered_inputs
             self._clip_with(self._updates.begin(buffer, self._step, count, are_fresh))
-        scale = self._micro_batches.take(self._step) if is_training else LossScale()
+        policy, whole = self._micro_batches.take(self._step, inputs) if is_training else (1.0, 1.0)
         # A copy, as its advantages are scaled: those in the buffer are needed again in the next pass
         self._loss_inputs = without_masked_values(inputs)
-        beta, self.beta = self.beta, self.beta * scale.policy
+        beta, self.beta = self.beta, self.beta * policy
         try:
-            loss = super()._compute_loss(model, self._loss_inputs, *args, **kwargs) * scale.of_whole(inputs)
+            loss = super()._compute_loss(model, self._loss_inputs, *args, **kwargs) * whole
         finally:
             self._loss_inputs, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:

@@ -7,30 +7,12 @@ their micro-batch, because TRL gathers per-sample values over ranks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .layout import MicroBatch
 from .losses import Loss
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """Factors for the loss of an update: one for the policy term and the KL term, one for the whole loss."""
-
-    policy: float = 1.0
-    whole: float = 1.0
-
-    def of_whole(self, micro_batch: Mapping[str, Any]) -> float:
-        """Return the factor for a micro-batch's loss: 0 for fillers alone, which a router loss would count."""
-        is_filler = micro_batch.get("is_filler")
-        return 0.0 if is_filler is not None and bool(is_filler.all()) else self.whole
-
-    def times(self, factor: float) -> "LossScale":
-        """Return the factors of a micro-batch, given the factor of its policy term."""
-        return LossScale(self.policy * factor, self.whole)
 
 
 def mark_fillers(batch: Mapping[str, Any], num_fillers: int) -> dict[str, Any]:
@@ -41,9 +23,10 @@ def mark_fillers(batch: Mapping[str, Any], num_fillers: int) -> dict[str, Any]:
 
 def scale_without_fillers(
     update: Sequence[MicroBatch], num_later: int, size: int, loss: Loss, num_ranks: int
-) -> LossScale:
+) -> tuple[float, float]:
     """
-    Return the loss factors with which the fillers of an update, on all ranks, have no effect.
+    Return factors with which the fillers of an update, on all ranks, have no effect: for its policy and KL terms, and
+    for its whole loss.
 
     The update has these micro-batches, of `size` samples in TRL's layout, and `num_later` of the next generation
     step. The latter have no fillers: only the first generation step of partial rollouts is too short.
@@ -52,8 +35,8 @@ def scale_without_fillers(
     num_rows = sum(each.trl_real for each in update) + num_later * size * num_ranks
     num_filled = sum(each.trl_filled for each in update) + num_later * num_ranks
     if not num_rows:
-        return LossScale()
+        return 1.0, 1.0
     whole = count * num_ranks / num_filled
     if loss.mean_over == "samples":
-        return LossScale(size * num_filled / num_rows, whole)
-    return LossScale(1.0 if loss.mean_over == "tokens" else 1 / whole, whole)
+        return size * num_filled / num_rows, whole
+    return 1.0 if loss.mean_over == "tokens" else 1 / whole, whole

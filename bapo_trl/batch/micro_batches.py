@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .filler_rows import LossScale, scale_without_fillers
+from .filler_rows import scale_without_fillers
 from .layout import MicroBatch, lay_out, measure, plan, scoring_chunks, update_starts
 from .losses import LOSSES
 from .policy_loss import FORWARD_KEYS
@@ -45,8 +45,8 @@ class MicroBatches:
         self._buffer: list[dict[str, Any]] | None = None  # that is laid out
         self._planned: list[MicroBatch] = []  # at each position of the buffer
         self._has_token_advantages = False
-        self._of_update = LossScale()  # factors of the current update
-        self.scale = LossScale()  # of the micro-batch that was taken last
+        self._factors = 1.0, 1.0  # of the current update: for its policy and KL terms, and for its whole loss
+        self.policy_factor = 1.0  # of the micro-batch that was taken last, for its policy and KL terms
         self._update: list[MicroBatch] = []  # of which a loss was computed in the current update
         self._reason: str | None = None  # why samples can't be rearranged, until it is said
         self._trim_if(why_trimmed(settings, loss_parts))
@@ -106,7 +106,7 @@ class MicroBatches:
         places = [(step + i) % settings.steps_per_generation for i in range(min(count, left))]
         if not self._planned:
             return places
-        self._of_update = scale_without_fillers(
+        self._factors = scale_without_fillers(
             [self._planned[place] for place in places],
             count - len(places),
             settings.per_device_train_batch_size,
@@ -115,14 +115,19 @@ class MicroBatches:
         )
         return places
 
-    def take(self, step: int) -> LossScale:
-        """Add micro-batch `step` of the run to the current update; return the factors of its loss."""
-        self.scale = self._of_update
+    def take(self, step: int, inputs: Mapping[str, Any]) -> tuple[float, float]:
+        """
+        Add micro-batch `step` of the run to the current update; return the factors of its loss.
+
+        The second is 0 for fillers alone, which a router loss would count.
+        """
+        self.policy_factor, whole = self._factors
         if self._planned:  # else a loss without a buffer, of a batch from elsewhere
             planned = self._planned[step % self._settings.steps_per_generation]
             self._update.append(planned)
-            self.scale = self._of_update.times(planned.factor)
-        return self.scale
+            self.policy_factor *= planned.factor
+        is_filler = inputs.get("is_filler")
+        return self.policy_factor, 0.0 if is_filler is not None and bool(is_filler.all()) else whole
 
     @property
     def num_tokens(self) -> int:

@@ -197,7 +197,7 @@ class BatchUpdates:
         advantages = tokens.advantages
         if self._settings.negative_weight_min < 1:
             advantages = tokens.balanced_advantages(bounds.negative_weight)
-        inputs["advantages"] = advantages * self._micro_batches.scale.policy
+        inputs["advantages"] = advantages * self._micro_batches.policy_factor
         return bounds
 
     def close(self, values: MutableMapping[str, list[float]]) -> dict[str, float]:
