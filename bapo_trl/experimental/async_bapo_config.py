@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field, fields
 from typing import get_args
 
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
 from ..clip_bounds.config import BoundSearchConfig, setting
 from ..inputs.setting_checks import check_fields
 from ..inputs.setting_rules import check_bounds, check_epsilons
-from .async_grpo_compat import AsyncGRPOConfig
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import is_peft_model
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from ..bapo_config import check_copied, copied_settings
 from ..batch.log_values import add_values
@@ -21,7 +22,6 @@ from ..errors import InputError
 from ..phase_clock import TimedTrainer
 from ..vllm_server.merged_adapters import AUTOCAST, Types, merging_copies, needs_copies
 from .async_bapo_config import AsyncBAPOConfig
-from .async_grpo_compat import AsyncGRPOTrainer
 
 
 _UNKNOWN = {"staleness/mean", "staleness/max"}  # unknown here: TRL logs `sample/staleness_*`

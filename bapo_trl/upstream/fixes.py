@@ -4,8 +4,8 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -139,23 +139,28 @@ def load_onto_numbered_cpus() -> None:
 
 
 @contextmanager
-def keeping_modes(model: torch.nn.Module) -> Iterator[None]:
+def restoring(objects: Iterable[Any], attribute: str) -> Iterator[None]:
+    """Restore an attribute of each object after this context."""
+    before = [(each, getattr(each, attribute)) for each in objects]
+    try:
+        yield
+    finally:
+        for each, value in before:
+            if getattr(each, attribute) != value:
+                setattr(each, attribute, value)
+
+
+def keeping_modes(model: torch.nn.Module) -> AbstractContextManager:
     """
     Restore the mode of each module, training or evaluation.
 
     With `use_transformers_continuous_batching`, TRL puts the model into training mode after each generation, even
     during an evaluation, which would then be treated as training. Needed up to TRL 1.16 at least.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    return restoring(model.modules(), "training")
 
 
-@contextmanager
-def keeping_frozen(model: torch.nn.Module) -> Iterator[None]:
+def keeping_frozen(model: torch.nn.Module) -> AbstractContextManager:
     """
     Restore whether each parameter of the model is trained or frozen.
 
@@ -163,13 +168,7 @@ def keeping_frozen(model: torch.nn.Module) -> Iterator[None]:
     trainable. Parameters that a user had frozen then get gradients, which no optimizer applies and no rank shares, but
     which count in the norm for gradient clipping. Needed up to TRL 1.16 and peft 0.21 at least.
     """
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, requires_grad in before:
-            if parameter.requires_grad != requires_grad:
-                parameter.requires_grad = requires_grad
+    return restoring(model.parameters(), "requires_grad")
 
 
 @contextmanager

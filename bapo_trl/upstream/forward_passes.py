@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .fixes import keeping_modes
+from .fixes import keeping_modes, restoring
 
 
 @contextmanager
@@ -19,13 +19,10 @@ def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
     this context, TRL finds nothing to turn off.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
-        yield
-    finally:
+    with restoring(layers, "gradient_checkpointing"):
         for layer in layers:
-            layer.gradient_checkpointing = True
+            layer.gradient_checkpointing = False
+        yield
 
 
 def forked_random_state(device: torch.device, model: torch.nn.Module) -> AbstractContextManager:
