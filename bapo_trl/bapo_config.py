@@ -290,13 +290,23 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         return math.ceil(self.micro_batches_per_generation / self.gradient_accumulation_steps)
 
     @property
-    def largest_staleness(self) -> int:
-        """Largest staleness of a fresh sample at its last update, in policy versions."""
+    def fresh_staleness(self) -> list[int]:
+        """
+        Staleness of fresh samples in each micro-batch that they are trained in, in policy versions.
+
+        Generation steps may begin within an update. The list covers as many as it takes to begin at the same position
+        of an update again.
+        """
         generation, window = self.micro_batches_per_generation, self.gradient_accumulation_steps
         # With overlapped generation, samples are trained on in the generation step after the one that requests them
-        span = 2 * generation if self.overlap_generation else generation
-        starts = range(0, math.lcm(generation, window), generation)  # of generation steps, in micro-batches
-        return max((start + span - 1) // window - start // window for start in starts)
+        lead = generation if self.overlap_generation else 0
+        places = range(math.lcm(generation, window))
+        return [(place + lead) // window - place // generation * generation // window for place in places]
+
+    @property
+    def largest_staleness(self) -> int:
+        """Largest staleness of a fresh sample at its last update, in policy versions."""
+        return max(self.fresh_staleness)
 
     @property
     def staleness_if_paused(self) -> int:

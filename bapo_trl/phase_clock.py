@@ -56,12 +56,7 @@ class PhaseClock(TrainerCallback):
 
     def timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Return a function whose calls count as the phase."""
-
-        def within_phase(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(name):
-                return call(*args, **kwargs)
-
-        return within_phase
+        return self.phase(name)(call)
 
     def pause(self):
         """Count no time inside this context, whatever phases it has."""

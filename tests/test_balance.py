@@ -5,6 +5,7 @@ import math
 import operator
 from dataclasses import replace
 from functools import reduce
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -363,7 +364,9 @@ def test_ranks_go_on_with_the_curves_of_the_first(tmp_path, monkeypatch):
     observe_token(saved, 0.75, 2.0)
     # This rank reads no file: it gets what the main process has read
     monkeypatch.setattr("bapo_trl.checkpoints.curves.on_main_process", lambda read: saved.state_dict())
-    curves_file.load_curves(loaded, tmp_path)
+    part = curves_file.CarriedCurves()
+    part.reset(SimpleNamespace(bounds_controller=loaded))
+    part.load_together(tmp_path)
     for sign in ("positive", "negative"):
         torch.testing.assert_close(loaded.state_dict()[sign], saved.state_dict()[sign])
     assert not torch.equal(loaded.state_dict()["positive"], controller_of(tmp_path).state_dict()["positive"])

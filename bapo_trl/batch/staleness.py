@@ -1,6 +1,6 @@
 """How stale the samples of a run get under its settings, a `BAPOConfig`. Staleness is in policy versions."""
 
-import math
+from statistics import fmean
 from typing import Any
 
 
@@ -25,17 +25,8 @@ def staleness_line(args: Any) -> str:
 
 
 def mean_staleness(args: Any) -> float:
-    """
-    Return the mean staleness of fresh samples when they are trained on, in policy versions.
-
-    The staleness of a micro-batch is the number of updates since it was generated. Generation steps may begin within
-    an update, so the mean is taken over as many steps as it takes to begin at the same position again.
-    """
-    generation, window = args.micro_batches_per_generation, args.gradient_accumulation_steps
-    cycle = math.lcm(generation, window)
-    lead = generation if args.overlap_generation else 0  # from the request to the first training
-    stalenesses = [(place + lead) // window - place // generation * generation // window for place in range(cycle)]
-    return sum(stalenesses) / cycle
+    """Return the mean staleness of fresh samples when they are trained on, in policy versions."""
+    return fmean(args.fresh_staleness)
 
 
 def _max_staleness(args: Any) -> tuple[int | None, str]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from ..clip_bounds.controller import ClipBoundController
 from ..parts import Part
 from .rank_errors import on_main_process
 from .rank_files import RankFiles
@@ -16,42 +15,33 @@ CURVES_FILE = FILES.path("", 0, 1).name
 """Name of the file in a checkpoint."""
 
 
-def save_curves(bounds: ClipBoundController, folder: str | Path) -> None:
-    """Write the carried-over curves into a checkpoint folder, if there are any. One rank makes this call."""
-    if bounds.carries_over:
-        FILES.write(folder, 0, 1, bounds.state_dict())
-
-
-def load_curves(bounds: ClipBoundController, folder: str | Path) -> None:
-    """
-    Restore the carried-over curves on all ranks, as read by the first one. All ranks make this call together.
-
-    If the checkpoint has none, the first update starts as in a new run, with a warning.
-    """
-    if not bounds.carries_over:
-        return
-    path = Path(folder, CURVES_FILE)
-    state = on_main_process(lambda: FILES.read(path) if path.exists() else None)
-    is_restored = state is not None and bounds.load_state_dict(state)
-    if not is_restored and PartialState().is_main_process:
-        warnings.warn(
-            f"The checkpoint {folder} has no carried-over curves for these candidate bounds (`search_scope` "
-            "'carried_over'): unless the first update trains on fresh samples, its estimate assumes ratios of 1."
-        )
-
-
 class CarriedCurves(Part):
-    """The curves that a trainer's controller carries over from one update to the next."""
+    """The curves that a trainer's controller, `bounds_controller`, carries over from one update to the next."""
 
     def reset(self, run):
         self._run = run
 
     def save(self, folder, clock):
-        if self._run.args.should_save:
-            save_curves(self._run.bounds_controller, folder)
+        bounds = self._run.bounds_controller
+        if self._run.args.should_save and bounds.carries_over:
+            FILES.write(folder, 0, 1, bounds.state_dict())
 
     def load_together(self, folder):
-        load_curves(self._run.bounds_controller, folder)
+        """
+        Restore the curves on all ranks, as read by the first one.
+
+        If the checkpoint has none, the first update starts as in a new run, with a warning.
+        """
+        path, bounds = Path(folder, CURVES_FILE), self._run.bounds_controller
+        if not bounds.carries_over:
+            return
+        state = on_main_process(lambda: FILES.read(path) if path.exists() else None)
+        is_restored = state is not None and bounds.load_state_dict(state)
+        if not is_restored and PartialState().is_main_process:
+            warnings.warn(
+                f"The checkpoint {folder} has no carried-over curves for these candidate bounds (`search_scope` "
+                "'carried_over'): unless the first update trains on fresh samples, its estimate assumes ratios of 1."
+            )
 
     def dispensable(self, file):
         return file == CURVES_FILE

@@ -12,13 +12,14 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from ..bapo_config import check_copied, copied_settings
 from ..batch.log_values import add_values
-from ..checkpoints.curves import load_curves, save_curves
+from ..checkpoints.curves import CarriedCurves
 from ..clip_bounds import ClipBounds, Contributions, size_contributions
 from ..clip_bounds.controller import ClipBoundController
 from ..clip_bounds.grid import SINGLE_POINT
 from ..clip_bounds.paper import PAPER
 from ..clip_bounds.tokens import PolicyTokens, policy_tokens
 from ..errors import InputError
+from ..parts import Clock
 from ..phase_clock import TimedTrainer
 from ..vllm_server.merged_adapters import AUTOCAST, Types, merging_copies, needs_copies
 from .async_bapo_config import AsyncBAPOConfig
@@ -88,11 +89,13 @@ class AsyncBAPOTrainer(TimedTrainer, AsyncGRPOTrainer):
             )
         self._copied_settings = copied_settings(self)
         self._sends_merged_copies = not self._lora_sync and needs_copies(self.model)
+        self._curves = CarriedCurves()
+        self._curves.reset(self)
         self._start_search()
 
     @property
     def clip_bounds(self) -> ClipBounds:
-        return self._bounds.current
+        return self.bounds_controller.current
 
     def train(self, *args, **kwargs):
         check_copied(self, self._copied_settings)
@@ -101,14 +104,14 @@ class AsyncBAPOTrainer(TimedTrainer, AsyncGRPOTrainer):
 
     def _start_search(self) -> None:
         self._sum_ranks = partial(self.accelerator.reduce, reduction="sum")
-        self._bounds = ClipBoundController(
+        self.bounds_controller = ClipBoundController(
             self.args,
             self.accelerator.device,
             reduce=self._sum_ranks,
             gather=self.accelerator.gather,
             update=lambda: self.state.global_step + 1,
         )
-        self._clip_with(self._bounds.current)
+        self._clip_with(self.bounds_controller.current)
 
     def _clip_with(self, bounds: ClipBounds) -> None:
         # TRL clips with these two, and logs their clip ratios. As tensors, they need no transfer to the host.
@@ -120,8 +123,8 @@ class AsyncBAPOTrainer(TimedTrainer, AsyncGRPOTrainer):
         with self.phase_clock.phase("waiting"):  # for the rollout worker's samples
             batches, num_items = super().get_batch_samples(*args, **kwargs)
         if batches:
-            totals = self._total_absolute_advantages(batches) if self._bounds.carries_over else None
-            self._clip_with(self._bounds.begin(totals))
+            totals = self._total_absolute_advantages(batches) if self.bounds_controller.carries_over else None
+            self._clip_with(self.bounds_controller.begin(totals))
         return batches, num_items
 
     def _total_absolute_advantages(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> Contributions:
@@ -154,12 +157,12 @@ class AsyncBAPOTrainer(TimedTrainer, AsyncGRPOTrainer):
             outputs = model(**arguments)
             logps = outputs.log_probs.detach().flatten()[terms.positions].unsqueeze(0)
             # TRL reads the bounds after this
-            self._clip_with(self._bounds.observe(self._tokens(terms, logps), None, is_last))
+            self._clip_with(self.bounds_controller.observe(self._tokens(terms, logps), None, is_last))
             return outputs
 
         loss = super().compute_loss(forward, inputs, *args, **kwargs)
         if is_last:
-            metrics = self._bounds.close()
+            metrics = self.bounds_controller.close()
             add_values(self._metrics["train"], {name: metrics[name] for name in metrics.keys() - _UNKNOWN})
         return loss
 
@@ -179,10 +182,9 @@ class AsyncBAPOTrainer(TimedTrainer, AsyncGRPOTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir, *args, **kwargs):
         super()._save_optimizer_and_scheduler(output_dir, *args, **kwargs)
-        if self.args.should_save:
-            save_curves(self._bounds, output_dir)
+        self._curves.save(output_dir, Clock(self.state.global_step))
 
     def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
         super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is not None:
-            load_curves(self._bounds, checkpoint)
+            self._curves.load_together(checkpoint)

@@ -36,7 +36,7 @@ def check_fields(config: Any, fields: Iterable[Field], types: Mapping[str, tuple
             setattr(config, name, value)
         interval = f.metadata.get("range", "")
         if type(value) is not kind or not _is_in(value, interval):
-            wanted = _in_words(_NAMES_OF_TYPES[kind], interval)
+            wanted = _NAMES_OF_TYPES[kind] + (f" in {interval}" if interval else "")
             raise InputError(f"`{name}` is {value!r}: set it to {wanted}{', or None' * (NoneType in types[name])}.")
 
 
@@ -46,16 +46,6 @@ def _is_in(value: Any, interval: str) -> bool:
     low, high = map(float, interval[1:-1].split(","))
     is_above = low <= value if interval[0] == "[" else low < value
     return is_above and (value <= high if interval[-1] == "]" else value < high)
-
-
-def _in_words(kind: str, interval: str) -> str:
-    """Return a description of the allowed values, e.g. "a whole number, at least 1"."""
-    low, _, high = interval[1:-1].partition(", ")
-    if high != "inf":
-        return f"{kind} in {interval}" if interval else kind
-    if interval[-1] == ")":  # excludes infinity
-        kind = kind.replace("a number", "a finite number")
-    return f"{kind}, at least {low}" if interval[0] == "[" else f"{kind} above {low}"
 
 
 def check_numbers(config: Any) -> None:
