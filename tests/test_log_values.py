@@ -15,9 +15,9 @@ from bapo_trl.batch.update_means import OF_TOKENS, average_update
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.replay.mixer import REPLAY_METRICS
 from bapo_trl.report.figure import PANELS
-from bapo_trl.rollouts.partial import PARTIAL_METRICS
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
 from tests.helpers.alike import TIMES, assert_same_weights
+from tests.helpers.commands import ROOT
 from tests.helpers.toy import (
     ON_GPU,
     InUpdate,
@@ -85,13 +85,16 @@ def test_a_line_has_the_largest_maximum_the_smallest_minimum_and_means_of_what_i
     again = {"model": ending_model()} if run is toy_run else {}
     lines = training_logs(run(tmp_path / "lines", **{**settings, **again, "logging_steps": 4}))
     assert_lines_cover(lines, updates)
+    ours = ("bapo/", "ratio/", "staleness/", "padding/", "partial/", "replay/")
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert all(f"`{name}`" in page for line in lines for name in line if name.startswith(ours))
     assert len({log["ratio/max"] for log in updates if "ratio/max" in log}) > 1
     if run is toy_run:  # samples of several ages in a line
         assert all(line["staleness/max"] > line["staleness/mean"] + 0.5 for line in lines)
 
 
 def test_all_metrics_of_ours_that_are_maxima_or_minima_are_reduced_as_such():
-    ours = {*UPDATE_METRICS, *REPLAY_METRICS, *PARTIAL_METRICS, *MISMATCH_METRICS}
+    ours = {*UPDATE_METRICS, *REPLAY_METRICS, *MISMATCH_METRICS, "partial/segments_max"}
     assert {name for name in ours if name.endswith(("/max", "_max"))} == set(LARGEST)
     assert {name for name in ours if name.endswith(("/min", "_min"))} == set(SMALLEST)
     lines = [line for panel in PANELS for line in panel.lines]

@@ -17,10 +17,6 @@ from .scoring import padding_counts
 from .update_means import OF_TOKENS, average_update
 
 
-LAYOUT_METRICS = ("bapo/masked_share", "padding/computed", "padding/skipped")
-"""Metrics of each update, defined in docs/metrics.md."""
-
-
 class MicroBatches:
     """
     Lay out TRL's buffer for each pass of a run, and collect the numbers of the current update's micro-batches.

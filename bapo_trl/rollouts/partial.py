@@ -25,13 +25,6 @@ from ..upstream.forward_passes import without_gradient_checkpointing
 from .pool import FILES, Group, RolloutPool, deal_out
 
 
-PARTIAL_METRICS = (
-    "partial/in_flight", "partial/parked_tokens", "partial/segments_mean", "partial/segments_max", "partial/rounds",
-    "partial/waited", "partial/masked", "partial/trained_length_ratio",
-)  # fmt: skip
-"""Metrics of each generation with partial rollouts, defined in docs/metrics.md."""
-
-
 class PartialRollouts(Part):
     """
     Train on complete groups, and keep the others in a pool until a later policy has completed them.
