@@ -259,11 +259,6 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         return self.overlap_generation or self.use_sampler_logps
 
     @property
-    def sums_rewards_first(self) -> bool:
-        """Whether the rewards of several functions are summed before they are compared within a group."""
-        return self.multi_objective_aggregation == "sum_then_normalize"
-
-    @property
     def uses_partial_rollouts(self) -> bool:
         """Whether unfinished completions are paused and continued by a later policy."""
         return self.partial_rollout_oversampling > 1

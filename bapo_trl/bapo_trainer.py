@@ -9,12 +9,11 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from .bapo_config import BAPOConfig, check_copied, copied_settings
-from .batch.filler_rows import mark_fillers
 from .batch.injected import InjectedRollouts
 from .batch.log_values import add_values, reduce_window
 from .batch.micro_batches import MicroBatches
 from .batch.policy_loss import known_old_logps, mask_values, without_masked_values
-from .batch.samples import attach_version, pad_logps
+from .batch.samples import attach_version, mark_fillers, pad_logps
 from .batch.staleness import staleness_line
 from .batch.updates import BatchUpdates
 from .checkpoints.curves import CarriedCurves

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .filler_rows import scale_without_fillers
 from .layout import MicroBatch, lay_out, measure, plan, scoring_chunks, update_starts
 from .losses import LOSSES
 from .policy_loss import FORWARD_KEYS
@@ -100,16 +99,26 @@ class MicroBatches:
         settings, self._update = self._settings, []
         left = settings.micro_batches_per_generation - step % settings.micro_batches_per_generation
         places = [(step + i) % settings.steps_per_generation for i in range(min(count, left))]
-        if not self._planned:
-            return places
-        self._factors = scale_without_fillers(
-            [self._planned[place] for place in places],
-            count - len(places),
-            settings.per_device_train_batch_size,
-            LOSSES[settings.loss_type],
-            self._accelerator.num_processes,
-        )
+        if self._planned:
+            self._factors = self._without_fillers([self._planned[place] for place in places], count - len(places))
         return places
+
+    def _without_fillers(self, update: Sequence[MicroBatch], num_later: int) -> tuple[float, float]:
+        """
+        Return factors of an update's policy and KL terms, and of its whole loss, with which fillers have no effect.
+
+        They would change the means that a loss takes over the samples of a micro-batch, and over the micro-batches of
+        an update. The update has these micro-batches, and `num_later` of the next generation step. The latter have no
+        fillers: only the first generation step of partial rollouts is too short.
+        """
+        size, num_ranks = self._settings.per_device_train_batch_size, self._accelerator.num_processes
+        num_rows = sum(each.trl_real for each in update) + num_later * size * num_ranks
+        num_filled = sum(each.trl_filled for each in update) + num_later * num_ranks
+        if not num_rows:
+            return 1.0, 1.0
+        whole = (len(update) + num_later) * num_ranks / num_filled
+        of_policy = {"samples": size * num_filled / num_rows, "tokens": 1.0, "generation": 1 / whole}
+        return of_policy[LOSSES[self._settings.loss_type].mean_over], whole
 
     def take(self, step: int, inputs: Mapping[str, Any]) -> tuple[float, float]:
         """

@@ -222,6 +222,17 @@ def set_num_items(batch: dict[str, torch.Tensor], num_tokens: torch.Tensor) -> N
     batch[_OF_THE_WHOLE_BATCH] = num_tokens
 
 
+def mark_fillers(batch: Mapping[str, Any], num_fillers: int) -> dict[str, Any]:
+    """
+    Mark the last samples of TRL's batch as fillers, in `is_filler`, `(B,)`. All ranks make this call, or none.
+
+    Fillers are fully masked copies that fill a batch up to its size. They stay in their micro-batch, because TRL
+    gathers per-sample values over ranks.
+    """
+    num_rows = len(batch["completion_ids"])
+    return {**batch, "is_filler": torch.arange(num_rows) >= num_rows - num_fillers}  # on the CPU: the host reads it
+
+
 def mask_zero_advantages(batch: dict[str, torch.Tensor], is_zero: torch.Tensor) -> None:
     """Set advantages to exactly 0 where `is_zero`, which covers all samples but the fillers at the end."""
     batch["advantages"][: len(is_zero)][is_zero] = 0

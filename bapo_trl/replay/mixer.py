@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
-from ..batch.filler_rows import mark_fillers
 from ..batch.log_values import add_values
 from ..batch.policy_loss import policy_mask
 from ..batch.reward_sums import zero_advantage_rows
-from ..batch.samples import Rows, batch_to_rows, mask_zero_advantages, rows_to_batch, set_num_items
+from ..batch.samples import Rows, batch_to_rows, mark_fillers, mask_zero_advantages, rows_to_batch, set_num_items
 from ..clip_bounds.reduce import DistributedSums
 from ..errors import InputError
 from ..parts import Part
@@ -39,6 +38,7 @@ class ReplayMixer(Part):
             )
         self._run, self._settings, self._accelerator = run, run.args, run.accelerator
         self._pad_token_id = run._tokenizer.pad_token_id
+        self._sums_rewards_first = run.args.multi_objective_aggregation == "sum_then_normalize"
         self.buffer = ReplayBuffer(
             run.args.replay_capacity,
             max_staleness=run.args.replay_max_staleness,
@@ -52,8 +52,7 @@ class ReplayMixer(Part):
     def take_rewards(self, rewards_per_func, is_evaluation):
         if self._settings.replay_zero_advantage and not is_evaluation:
             weights, count = self._run.reward_weights.to(rewards_per_func.device), self._run.num_generations
-            sums_first = self._settings.sums_rewards_first
-            self._has_zero_advantage = zero_advantage_rows(rewards_per_func, weights, count, sums_first)
+            self._has_zero_advantage = zero_advantage_rows(rewards_per_func, weights, count, self._sums_rewards_first)
 
     def mix(self, batch, clock):
         """
@@ -85,7 +84,7 @@ class ReplayMixer(Part):
         has_zero: Any = self._has_zero_advantage
         of_ranks = has_zero.view(self._accelerator.num_processes, -1)
         mask_zero_advantages(batch, of_ranks[self._accelerator.process_index])
-        if self._settings.sums_rewards_first and self._run.scale_rewards != "batch":  # rounding hides some from TRL
+        if self._sums_rewards_first and self._run.scale_rewards != "batch":  # rounding hides some from TRL
             self._run._metrics["train"]["frac_reward_zero_std"][-1] = has_zero.float().mean().item()
 
     def save(self, folder, clock):
