@@ -186,9 +186,8 @@ class BAPOTrainer(ResumableParts):
 
     def _get_train_sampler(self, dataset=None, *args, **kwargs):  # type: ignore[override]
         check_number_of_prompts(self.train_dataset if dataset is None else dataset, self.args)
-        sampler: Any = super()._get_train_sampler(dataset, *args, **kwargs)
-        fixes.EpochShuffleCallback(self, sampler)
-        return sampler
+        self.prompt_sampler = super()._get_train_sampler(dataset, *args, **kwargs)
+        return self.prompt_sampler
 
     def get_batch_samples(self, epoch_iterator, num_batches, *args, **kwargs):
         self.update_began = self.now()

@@ -15,7 +15,8 @@ class ResumableParts(TimedTrainer, AtomicCheckpoints):
 
     args: Any
     parts: list[Part]
-    first_epoch = 0  # of the run, whose prompts are shuffled as in an uninterrupted one
+    first_epoch = 0  # of the run
+    prompt_sampler: Any = None  # which shuffles the prompts as in an uninterrupted run
 
     def __init__(self, *args, **kwargs):
         self.data_place = DataPlace()
@@ -43,6 +44,7 @@ class ResumableParts(TimedTrainer, AtomicCheckpoints):
         # TRL's sampler repeats the prompts of a generation step for each of its micro-batches. If TRL's count started
         # at 0 here, generation steps would not align with these blocks, and the next resume would lose prompts.
         self._step, self.first_epoch = skipped, epochs
+        fixes.skip_shuffles(self.prompt_sampler, epochs)
         return epochs, skipped
 
     def _is_dispensable(self, file):
@@ -60,7 +62,7 @@ class ResumableParts(TimedTrainer, AtomicCheckpoints):
 
     def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
         fixes.load_onto_numbered_cpus()
-        with fixes.rejecting_another_optimizer(self, checkpoint), fixes.warning_if_rate_differs(self):
+        with fixes.checking_optimizer(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is None:
             return

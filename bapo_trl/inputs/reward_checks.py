@@ -14,6 +14,7 @@ from transformers.trainer_utils import has_length
 from ..batch.reward_sums import best_of_k
 from ..errors import InputError
 from ..parts import Part
+from ..upstream.fixes import restoring
 from ..upstream.trl_compat import is_async_callable
 from .prompt_checks import start_of
 
@@ -55,15 +56,12 @@ class CheckedRewards(Part):
 @contextmanager
 def checking_rewards(trainer: Any, count: int) -> Iterator[None]:
     """Raise an `InputError`, in this context, if a reward function does not return `count` rewards."""
-    functions = trainer.reward_funcs
-    trainer.reward_funcs = [
-        function if isinstance(function, nn.Module) else _checked(function, name, count)
-        for function, name in zip(functions, trainer.reward_func_names, strict=True)
-    ]
-    try:
+    with restoring([trainer], "reward_funcs"):
+        trainer.reward_funcs = [
+            function if isinstance(function, nn.Module) else _checked(function, name, count)
+            for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+        ]
         yield
-    finally:
-        trainer.reward_funcs = functions
 
 
 def _checked(function: Callable, name: str, count: int) -> Callable:

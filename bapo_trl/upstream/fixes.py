@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.training_args import OptimizerNames
 
@@ -19,23 +19,16 @@ from ..inputs.prompt_checks import has_image
 from .trl_compat import RepeatSampler
 
 
-class EpochShuffleCallback(TrainerCallback):
+def skip_shuffles(sampler: RepeatSampler | None, epochs: int) -> None:
     """
-    Continue the shuffling of the prompts where the checkpoint left off.
+    Continue the shuffling of the prompts where the checkpoint left off, after a number of epochs.
 
     TRL's sampler draws a permutation from its own generator at the start of each epoch. A resumed run creates a new
     sampler, which would begin with the permutation of the first epoch. Needed up to TRL 1.16 at least.
     """
-
-    def __init__(self, trainer: Any, sampler: RepeatSampler | None):
-        self.trainer, self.sampler = trainer, sampler
-        trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
-        trainer.add_callback(self)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if self.sampler is not None and self.sampler.shuffle:
-            for _ in range(self.trainer.first_epoch):
-                torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
+    if sampler is not None and sampler.shuffle:
+        for _ in range(epochs):
+            torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
 def reset_grpo_state(trainer: Any) -> None:
@@ -86,30 +79,17 @@ def load_trained_adapter(trainer: Any, checkpoint: str) -> None:
 
 
 @contextmanager
-def warning_if_rate_differs(trainer: Trainer) -> Iterator[None]:
-    """Warn if the checkpoint loaded in this context has another learning rate than the settings."""
-    rates = list(getattr(trainer.lr_scheduler, "base_lrs", []))
-    yield
-    loaded = list(getattr(trainer.lr_scheduler, "base_lrs", []))
-    if rates and rates != loaded and trainer.accelerator.is_main_process:
-        warnings.warn(
-            f"The resumed run continues with the checkpoint's learning rate {loaded[0]:g}, not `learning_rate` "
-            f"{rates[0]:g}. To change the rate, start a new run with the checkpoint's folder as the model."
-        )
-
-
-@contextmanager
-def rejecting_another_optimizer(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
+def checking_optimizer(trainer: Trainer, checkpoint: str | None) -> Iterator[None]:
     """
-    Raise an `InputError` if the checkpoint loaded in this context has the state of another optimizer.
+    Compare the optimizer with its state in the checkpoint that is loaded in this context.
 
-    torch replaces the hyperparameters of an optimizer with the checkpoint's, whatever they are. The first update then
-    fails with a `KeyError`.
+    Raise an `InputError` for the state of another optimizer: torch replaces the hyperparameters with the checkpoint's,
+    whatever they are, and the first update then fails with a `KeyError`. Warn of another learning rate.
     """
     if checkpoint is None:
         yield
         return
-    needed = set(trainer.optimizer.param_groups[0])
+    needed, rates = set(trainer.optimizer.param_groups[0]), list(getattr(trainer.lr_scheduler, "base_lrs", []))
     yield
     loaded = set(trainer.optimizer.param_groups[0])
     if not needed <= loaded:
@@ -121,6 +101,12 @@ def rejecting_another_optimizer(trainer: Trainer, checkpoint: str | None) -> Ite
             f"The optimizer is {kind} (`optim` is '{OptimizerNames(trainer.args.optim).value}'), but the checkpoint "
             f"{checkpoint} has the state of another one, without {missing}{f' and with {others}' if others else ''}. "
             "Set `optim` as in the run that saved it, or start a new run with the checkpoint's folder as the model."
+        )
+    loaded_rates = list(getattr(trainer.lr_scheduler, "base_lrs", []))
+    if rates and rates != loaded_rates and trainer.accelerator.is_main_process:
+        warnings.warn(
+            f"The resumed run continues with the checkpoint's learning rate {loaded_rates[0]:g}, not `learning_rate` "
+            f"{rates[0]:g}. To change the rate, start a new run with the checkpoint's folder as the model."
         )
 
 
