@@ -45,6 +45,9 @@ def test_settings_at_the_edges_are_accepted():
     config(gradient_accumulation_steps=4, steps_per_generation=2, num_iterations=2)
     config(gradient_accumulation_steps=2, steps_per_generation=3, num_iterations=2)
     config(gradient_accumulation_steps=4, steps_per_generation=2)
+    for corrected in ({"mode": "token_truncate"}, {"mode": "token_mask"}, {"correction": False}):
+        named = {f"vllm_importance_sampling_{name}": value for name, value in corrected.items()}
+        config(loss_type="vespo", use_vllm=True, **named)
 
 
 @pytest.mark.parametrize(

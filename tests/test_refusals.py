@@ -47,6 +47,7 @@ OF_CONFIG = [
     ("ratio_upper_max", 2.0, {**CPU, "loss_type": "cispo"}),
     ("positive_contribution_target", 0.7, {**CPU, "loss_type": "vespo"}),
     ("positive_contribution_target", 0.7, {**CPU, **FIXED}),
+    ("vllm_importance_sampling_mode", "sequence_mask", {**CPU, "loss_type": "vespo", "use_vllm": True}, "token_trunc"),
     # Replay, with the least value. A displaced row is drawn 2 versions later, and 3 old at the last update
     ("replay_capacity", 20, REPLAY, "24"), ("replay_fraction", 0.5 / 24, REPLAY, "0.0417"),
     ("replay_max_staleness", 2, REPLAY, "at least 3"),

@@ -239,3 +239,10 @@ def _check_vllm(config: Any) -> None:
             f"{config.vllm_server_timeout:g}: the other ranks wait for the main process that long, but give up after "
             f"`ddp_timeout`, which is {config.ddp_timeout}. Raise `ddp_timeout` to at least {math.ceil(longest)}."
         )
+    corrects = config.use_vllm and config.vllm_importance_sampling_correction
+    takes_tokens = config.vllm_importance_sampling_mode in ("token_truncate", "token_mask")
+    if corrects and LOSSES[config.loss_type].is_of_sequences and not takes_tokens:
+        raise InputError(
+            f"`vllm_importance_sampling_mode` is '{config.vllm_importance_sampling_mode}', but `loss_type` "
+            f"'{config.loss_type}' needs vLLM's correction per token: set it to 'token_truncate' (or 'token_mask')."
+        )
