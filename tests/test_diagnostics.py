@@ -1,14 +1,16 @@
 """Metrics of an update: entropy covariance by hand, merging, what is undefined."""
 
 import math
+import operator
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 import torch
 
 from bapo_trl.clip_bounds import BoundGrid, Contributions, search_bounds
 from bapo_trl.clip_bounds.tokens import policy_tokens
-from bapo_trl.clip_bounds.update_log import UpdateLog, measure_tokens
+from bapo_trl.clip_bounds.update_log import measure_tokens, update_metrics
 
 
 GRID = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.25, upper_start=1.0, upper_max=2.0, upper_step=0.5)
@@ -27,13 +29,7 @@ def measured(ratios, ages, mask=None, advantages=None, gradient_size=None, **gua
 
 
 def closed(measurements, gather=lambda tensor: tensor, searches=(BOUNDS,)):
-    log = UpdateLog()
-    log.searches.extend(searches)
-    for measurement in measurements:
-        log.add(measurement)
-    metrics = log.close(gather, update=7)
-    assert not log.is_open
-    return metrics
+    return update_metrics(searches, reduce(operator.add, measurements), gather, update=7)
 
 
 def test_entropy_covariance_by_hand():

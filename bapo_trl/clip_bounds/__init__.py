@@ -2,7 +2,7 @@
 BAPO's adaptive clipping: clip bounds for each optimizer update, chosen to reach a target positive contribution.
 
 The subpackage works on tokens and does not depend on TRL, replay or partial rollouts. All its functions are pure; only
-the controller and the update log keep state.
+the controller keeps state.
 
 References:
     BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with Adaptive

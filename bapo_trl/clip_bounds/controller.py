@@ -11,9 +11,10 @@ import torch
 
 from .curves import Contributions, contributions, size_contributions
 from .grid import sum_dtype
+from .reduce import DistributedSums
 from .search import ClipBounds, search_bounds, share_under
 from .tokens import PolicyTokens
-from .update_log import UpdateLog, measure_tokens, unlogged_metrics
+from .update_log import measure_tokens, unlogged_metrics, update_metrics
 
 
 class ClipBoundController:
@@ -46,7 +47,9 @@ class ClipBoundController:
         # Normalized curves of all ranks: 1 at each bound for fresh samples, whose ratios are 1
         upper, lower = self._grid.upper_on(device), self._grid.lower_on(device)
         self._carried = Contributions(torch.ones_like(upper), torch.ones_like(lower))
-        self._log = UpdateLog(unlogged_metrics(settings))
+        self._unlogged = unlogged_metrics(settings)
+        self._searches: list[ClipBounds] = []  # of the current update
+        self._sums: DistributedSums | None = None  # over its tokens so far, on this rank
         nothing = torch.zeros((), device=device)
         self.current = self._search(self._carried * Contributions(nothing, nothing))
         self._plan = "on arrival"  # how the current update gets its bounds; the others are "known" and "forecast"
@@ -60,7 +63,7 @@ class ClipBoundController:
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch of the current update has been observed."""
-        return self._log.is_open
+        return self._sums is not None
 
     def begin(
         self,
@@ -109,12 +112,15 @@ class ClipBoundController:
             if is_last or self._settings.search_scope == "micro_batch":
                 curves, forecasts = self._take_curves(), self._plan == "forecast"  # it logs the shares that came true
                 self._use(share_under(self.current, curves, self._grid) if forecasts else self._search(curves))
-        self._log.add(measure_tokens(tokens, staleness, self.current, self._settings.delta))
+        sums = measure_tokens(tokens, staleness, self.current, self._settings.delta)
+        self._sums = sums if self._sums is None else self._sums + sums
         return self.current
 
     def close(self) -> dict[str, float]:
-        """Return the metrics of the update; see [`UpdateLog.close`] for the error it raises."""
-        return self._log.close(self._gather, update=self._update())
+        """End the update; return its metrics, see [`update_metrics`] for the error it raises."""
+        searches, sums = self._searches, self._sums
+        self._searches, self._sums = [], None
+        return update_metrics(searches, sums, self._gather, self._update(), self._unlogged)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next update needs: the carried-over curves, on the CPU, and their grid."""
@@ -164,5 +170,5 @@ class ClipBoundController:
         return bounds
 
     def _use(self, bounds: ClipBounds) -> None:
-        self._log.searches.append(bounds)
+        self._searches.append(bounds)
         self.current = bounds

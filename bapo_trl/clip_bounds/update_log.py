@@ -142,44 +142,31 @@ def unlogged_metrics(settings: Any) -> set[str]:
     return names
 
 
-class UpdateLog:
-    """Collect the metrics of one optimizer update, until `close` returns them and resets the log."""
+def update_metrics(
+    searches: Sequence[ClipBounds],
+    sums: DistributedSums,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    update: int,
+    unlogged: Collection[str] = (),
+) -> dict[str, float]:
+    """
+    Return the metrics of an update, without some, from its searches and the sums over the tokens of this rank.
 
-    def __init__(self, unlogged: Collection[str] = ()):
-        self._unlogged = frozenset(unlogged)
-        self.searches: list[ClipBounds] = []
-        self._sums: DistributedSums | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a micro-batch of the current update has been added."""
-        return self._sums is not None
-
-    def add(self, sums: DistributedSums) -> None:
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
-        """
-        Return the metrics of the update, and reset the log; `update` is its number, for the error message.
-
-        Undefined metrics are NaN. A NaN or an infinity in one of [`GUARDED_TENSORS`], on any rank, raises a
-        `RuntimeError`.
-        """
-        bounds = average_searches(self.searches)
-        device = self.searches[0].low.device
-        total = self._sums.over_ranks(gather, device, sum_dtype(device))
-        self.searches, self._sums = [], None
-
-        numbers = DistributedSums({**bounds, **total.sums}, total.maxima).numbers()
-        broken = [f"`{name}` ({numbers[name]:.0f} values)" for name in GUARDED_TENSORS if numbers[name]]
-        if broken:
-            raise RuntimeError(
-                f"NaN or infinity in {', '.join(broken)} at update {update}, before its optimizer step: this update "
-                "was not applied. Check for a learning rate that is too high, a reward that is not finite or half "
-                "precision without loss scaling, then resume from a checkpoint. To change the learning rate, start a "
-                "new run with the checkpoint's folder as the model."
-            )
-        return {name: numbers[name] for name in bounds if name not in self._unlogged} | token_metrics(numbers)
+    Undefined metrics are NaN. A NaN or an infinity in one of [`GUARDED_TENSORS`], on any rank, raises a `RuntimeError`
+    with the number of the update.
+    """
+    bounds, device = average_searches(searches), searches[0].low.device
+    total = sums.over_ranks(gather, device, sum_dtype(device))
+    numbers = DistributedSums({**bounds, **total.sums}, total.maxima).numbers()
+    broken = [f"`{name}` ({numbers[name]:.0f} values)" for name in GUARDED_TENSORS if numbers[name]]
+    if broken:
+        raise RuntimeError(
+            f"NaN or infinity in {', '.join(broken)} at update {update}, before its optimizer step: this update "
+            "was not applied. Check for a learning rate that is too high, a reward that is not finite or half "
+            "precision without loss scaling, then resume from a checkpoint. To change the learning rate, start a "
+            "new run with the checkpoint's folder as the model."
+        )
+    return {name: numbers[name] for name in bounds if name not in unlogged} | token_metrics(numbers)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -209,8 +209,8 @@ def _check_replay(config: Any) -> None:
     kept = ago if config.num_iterations == 1 else max(ago, math.ceil(max(0, stalest - updates) / versions) + 1)
     if config.replay_capacity < kept * rows:
         raise InputError(
-            f"`replay_capacity` is {config.replay_capacity}, but each rank must hold {kept} x {rows} samples (of "
-            "a generation step each), so that enough of them have a staleness of `replay_min_staleness` "
+            f"`replay_capacity` is {config.replay_capacity}, but each rank must hold {kept * rows} samples ({rows} of "
+            f"each of {kept} generation steps), so that enough of them have a staleness of `replay_min_staleness` "
             f"({stalest}). Set it to at least {kept * rows}."
         )
     oldest = ago * versions + updates - 1
