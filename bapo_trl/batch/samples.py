@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import InputError
+from ..upstream.trl_compat import pad
 from .policy_loss import policy_mask
 
 
@@ -207,12 +207,9 @@ def rows_to_batch(
         if tensor.dim() == 2:
             tensor = tensor if field.is_column else tensor.squeeze(1)
         else:
-            padding = pad_token_id if key in ("prompt_ids", "completion_ids") else field.padding
+            padding: Any = pad_token_id if key in ("prompt_ids", "completion_ids") else field.padding
             pieces = list(tensor.split(rows.lengths[field.side].tolist()))
-            tensor = pad_sequence(pieces, batch_first=True, padding_value=padding, padding_side=field.side)
-            excess = -tensor.shape[1] % (pad_to_multiple_of or 1)
-            more = (excess, 0) if field.side == "left" else (0, excess)
-            tensor = torch.nn.functional.pad(tensor, more, value=padding)
+            tensor = pad(pieces, padding, field.side, pad_to_multiple_of)
         batch[key] = tensor.to(device, None if field.kept_as is None else torch.int64)
     return batch
 
@@ -285,7 +282,6 @@ def pad_completions(
     batch = {}
     for name, rows, side in (("prompt", prompts, "left"), ("completion", completions, "right")):
         ids = [torch.tensor(row) for row in rows]
-        for key, values, padding in (("ids", ids, pad_token_id), ("mask", [torch.ones_like(row) for row in ids], 0)):
-            padded = pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
-            batch[f"{name}_{key}"] = padded.to(device)
+        batch[f"{name}_ids"] = pad(ids, pad_token_id, side).to(device)
+        batch[f"{name}_mask"] = pad([torch.ones_like(row) for row in ids], 0, side).to(device)
     return batch

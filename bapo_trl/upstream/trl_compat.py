@@ -31,6 +31,7 @@ try:  # helpers of TRL that the package uses, from here
         create_model_from_path,
         get_config_model_id,
         is_async_callable,
+        pad,
         shuffle_sequence_dict,
         split_tensor_dict,
     )
