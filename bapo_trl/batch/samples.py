@@ -46,7 +46,6 @@ _FIELDS = {
     "token_versions": _Field(kept_as=torch.int32),
 }
 _OF_THE_WHOLE_BATCH = "num_items_in_batch"
-_MARKS = ("is_filler",)
 _OTHER_SETTINGS = (
     "they come from runs with different settings. If a checkpoint contained some, set `replay_discard_saved` to True."
 )
@@ -54,7 +53,7 @@ _OTHER_SETTINGS = (
 
 def unknown_keys(batch: Mapping[str, Any]) -> list[str]:
     """Return the keys of a batch that are not TRL's for text, nor those of this package."""
-    known = {*_FIELDS, *_MARKS, _OF_THE_WHOLE_BATCH}
+    known = {*_FIELDS, "is_filler", _OF_THE_WHOLE_BATCH}
     return [key for key, value in batch.items() if value is not None and key not in known]
 
 

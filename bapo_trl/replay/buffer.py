@@ -90,21 +90,17 @@ class ReplayBuffer:
         self._append(rows, uses, self._touch(len(rows)))
         self._evict_overflow()
 
-    def expire(self, last_version: int) -> None:
-        """Evict the samples that exceed `max_staleness` at the policy version `last_version`."""
-        if self.max_staleness is not None:
-            self._evict("expired", last_version - self._entries["version"] > self.max_staleness)
-
     def draw(
         self, count: int, policy_version: int, last_version: int, fill_with_young: bool = False
     ) -> tuple[list[tuple[Rows, np.ndarray]], np.ndarray]:
         """
-        Draw samples for the updates from `policy_version` to `last_version`; evict samples after their last use.
+        Draw samples for the updates from `policy_version` to `last_version`; evict those too stale or used up by then.
 
         Samples below `min_staleness` are drawn only with `fill_with_young`, and if there are too few others. Returns
         up to `count` samples, as arguments of `concat_rows`, and how often each was drawn, including this draw.
         """
-        self.expire(last_version)
+        if self.max_staleness is not None:
+            self._evict("expired", last_version - self._entries["version"] > self.max_staleness)
         entries = self._entries
         is_young = policy_version - entries["version"] < self.min_staleness
         candidates = np.lexsort((entries["touched"], entries["uses"], is_young))

@@ -17,11 +17,14 @@ TESTED_VERSIONS = ("1.16.0",)
 """TRL versions that the tests pass with (docs/versions.md). Later releases of the same minor count as well."""
 
 
-def _missing(names: str, version: str = trl.__version__) -> ImportError:
-    return ImportError(
-        f"bapo_trl relies on names that trl {version} does not have: {names}. Install a version it is tested with "
-        f'({", ".join(TESTED_VERSIONS)}), e.g. pip install "trl~={TESTED_VERSIONS[-1]}".'
-    )
+def check_trl(missing: Sequence[str], version: str = trl.__version__) -> None:
+    """Raise an `ImportError` that names what TRL lacks, if anything."""
+    if missing:
+        names = ", ".join(sorted({*missing}))
+        raise ImportError(
+            f"bapo_trl relies on names that trl {version} does not have: {names}. Install a version it is tested with "
+            f'({", ".join(TESTED_VERSIONS)}), e.g. pip install "trl~={TESTED_VERSIONS[-1]}".'
+        )
 
 
 try:  # helpers of TRL that the package uses, from here
@@ -36,7 +39,7 @@ try:  # helpers of TRL that the package uses, from here
         split_tensor_dict,
     )
 except ImportError as error:
-    raise _missing(str(error)) from error
+    check_trl([str(error)])
 
 
 def uses_vllm_server(trainer: GRPOTrainer) -> bool:
@@ -103,9 +106,3 @@ def missing_calls(trainer_class: type = GRPOTrainer) -> list[str]:
         except TypeError as error:
             missing.append(f"{name}, as it is called here ({error})")
     return missing
-
-
-def check_trl(missing: Sequence[str], version: str = trl.__version__) -> None:
-    """Raise an `ImportError` that names what TRL lacks, if anything."""
-    if missing:
-        raise _missing(", ".join(sorted({*missing})), version)
