@@ -110,7 +110,8 @@ def unquantized_engine() -> Iterator[None]:
     init, has_bitsandbytes = of_trl._init_vllm, vllm_generation.is_bitsandbytes_available
 
     def init_unquantized(generation: Any) -> None:
-        check_stored_model(generation.model)
+        if has_quantized_layers(generation.model):  # as vLLM would load them, if they are stored quantized
+            check_engine(generation.model, {"quantization": stored_quantization(generation.model.name_or_path)})
         if generation.accelerator.device.type == "cuda":
             total = torch.cuda.get_device_properties(generation.accelerator.device).total_memory
             check_engine_memory(generation, total)
@@ -122,12 +123,6 @@ def unquantized_engine() -> Iterator[None]:
         yield
     finally:
         of_trl._init_vllm, vllm_generation.is_bitsandbytes_available = init, has_bitsandbytes
-
-
-def check_stored_model(model: Any) -> None:
-    """Raise an `InputError` for a model that is stored quantized, as vLLM would load it."""
-    if has_quantized_layers(model):
-        check_engine(model, {"quantization": stored_quantization(model.name_or_path)})
 
 
 def check_engine_memory(generation: Any, gpu_memory: int) -> None:
