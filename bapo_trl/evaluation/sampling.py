@@ -15,7 +15,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from ..bapo_trainer import BAPOTrainer
 from ..checkpoints.atomic import AtomicCheckpoints
-from ..checkpoints.rank_errors import on_main_process
+from ..checkpoints.rank_errors import from_main_process
 from ..parts import Part
 from ..phase_clock import TimedTrainer
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
@@ -72,7 +72,8 @@ class SamplesCompletions(GRPOTrainer):
         """
         kept, every = kept or {}, range(len(rows) * num_completions)
         num_generations, numpy_state = self.num_generations_eval, np.random.get_state()
-        self._row_of, self._save_batch, self._scored = lambda place: rows[place // num_completions], save, {}
+        self._row_of, self._scored = lambda place: rows[place // num_completions], {}
+        self._save_batch = save and from_main_process(save)
         self.num_generations_eval = 1  # batches are not made of groups
         try:
             with forked_random_state(self.accelerator.device, self.model):
@@ -115,8 +116,7 @@ class SamplesCompletions(GRPOTrainer):
         found = [self._kept[place] for place in inputs] if self._kept else self._sample(inputs, rows)
         of_all = gather_object(list(zip(inputs, found, strict=True)))  # the last batch may repeat samples as filler
         if self._save_batch is not None and not self._kept:
-            save, new = self._save_batch, {place: each for place, each in of_all if place not in self._scored}
-            on_main_process(lambda: save(new))
+            self._save_batch({place: each for place, each in of_all if place not in self._scored})
         completions, ids = (copy.deepcopy([getattr(each, part) for each in found]) for part in ("given", "ids"))
         rewards = self._calculate_rewards(rows, [row["prompt"] for row in rows], completions, ids).tolist()  # of all
         for (place, completion), values in zip(of_all, rewards, strict=True):

@@ -93,6 +93,8 @@ def dry_run(
         peft_config = peft_config or getattr(model, "active_peft_config", None)
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
     check_fit(config, processing_class, args, {"train": train_dataset})
+    if args.do_train or not args.do_eval:
+        check_number_of_prompts(train_dataset, args)
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     of_model = (peft_config, quantization_config, mean_length, sharding)
     return _describe(args, config, dtype, functions, train_dataset, processing_class, *of_model)
@@ -112,18 +114,17 @@ def _describe(
 ) -> str:
     """Return the plan of a run whose prompts fit the model; the arguments are as in [`dry_run`]."""
     _, longest = longest_prompt(dataset, processing_class, args.chat_template_kwargs)
-    parts = [
-        _prompts(args, dataset, processing_class, longest),
-        example_rewards(reward_funcs, next(iter(dataset)), processing_class),
-    ]
     if args.do_eval and not args.do_train:
-        return "\n\n".join([f"Evaluation only, {args.num_generations_eval} completions per prompt", *parts])
-    check_number_of_prompts(dataset, args)
-    if args.max_completion_length is not None:
-        dtype = config.dtype or "float32" if dtype == "auto" else dtype
-        of_model = (peft_config, quantization_config, mean_length, sharding or _sharding(args))
-        parts.insert(0, memory_table(args, plan_memory(args, config, dtype, longest, *of_model)))
-    return "\n\n".join([f"{settings_table(args)}\n{_staleness(args)}", *parts])
+        parts = [f"Evaluation only, {args.num_generations_eval} completions per prompt"]
+    else:
+        parts = [f"{settings_table(args)}\n{_staleness(args)}"]
+        if args.max_completion_length is not None:
+            dtype = config.dtype or "float32" if dtype == "auto" else dtype
+            of_model = (peft_config, quantization_config, mean_length, sharding or _sharding(args))
+            parts.append(memory_table(args, plan_memory(args, config, dtype, longest, *of_model)))
+    parts.append(_prompts(args, dataset, processing_class, longest))
+    parts.append(example_rewards(reward_funcs, next(iter(dataset)), processing_class))
+    return "\n\n".join(parts)
 
 
 def _sharding(args: BAPOConfig) -> Sharding:
@@ -246,6 +247,7 @@ def _plan(settings: Settings, sharding: Sharding | None) -> str:
         load_processing_class(parts, args.trust_remote_code)
         return f"Merge of the adapter {parts[0][0]} into its base {parts[1][0]}, in {merged_folder(args)}: {_DRY_RUN}"
     inputs = gather_inputs(settings, parts)
+    _check_as_the_trainer(args, inputs)
     (_, revision), peft_config = inputs.parts[-1], get_peft_config(model_args)
     if len(inputs.parts) > 1:  # an adapter has the configuration of its base
         from peft import PeftConfig
@@ -265,7 +267,6 @@ def _plan(settings: Settings, sharding: Sharding | None) -> str:
         script_args.dry_run_mean_length,
         sharding,
     )
-    _check_as_the_trainer(args, inputs)
     method = method_name(args) if args.do_train else "Evaluation"
     warned = setting_warnings(args, inputs.settings_of_model) if args.do_train else ()
     title = inputs.data.title if args.do_train else inputs.data.test_title or inputs.data.title
