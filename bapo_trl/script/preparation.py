@@ -21,7 +21,7 @@ from ..upstream.cpu_speed import base_dtype, speed_up_cpu
 from .console import ProgressBar
 from .data.columns import format_data
 from .data.load import Data, load_data
-from .data.prompts import check_chat_template, check_fit, check_prompts, check_tokenizer
+from .data.prompts import check_chat_template, check_fit, check_prompts
 from .models import (
     Parts,
     check_can_merge,
@@ -75,7 +75,6 @@ def gather_inputs(settings: Settings, parts: Parts) -> Inputs:
     processing_class = load_processing_class(parts, training_args.trust_remote_code)
     if script_args.merge_adapter:
         check_can_merge(parts)
-    check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     data = format_data(data, script_args, processing_class)
     name, revision = parts[-1]  # an adapter has the configuration of its base
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=training_args.trust_remote_code)

@@ -1,5 +1,6 @@
 """The evaluations of a run: before the training, and of its model."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,8 @@ def _origin(parts: Sequence[tuple[str, str | None]]) -> list[Any]:
 
 
 def _hash_of(file: Path) -> str:
-    digest = xxh3_128()
     with file.open("rb") as content:
-        while block := content.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(content, xxh3_128).hexdigest()
 
 
 def evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None, replaces: bool) -> str:

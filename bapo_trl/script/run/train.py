@@ -48,7 +48,7 @@ def run(settings: Settings) -> None:
     data, output_dir, say = inputs.data, Path(training_args.output_dir), trainer.accelerator.print
     # The ranks of DeepSpeed and FSDP save together: none of them waits for an error of another
     is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    saving = nullcontext if is_sharded else raising_on_all_ranks
+    saving: Callable[[], AbstractContextManager] = nullcontext if is_sharded else raising_on_all_ranks
     replaces = training_args.do_train or overwrites(settings)
     if training_args.do_train:
         name = "TRL's GRPOTrainer" if script_args.method == TRL else method_name(training_args)
