@@ -7,9 +7,9 @@ from typing import Any
 from .clip_bounds import BOUND_PARTS
 from .clip_bounds.grid import BoundGrid
 from .errors import InputError
+from .inputs.sampling_settings import check_across_calls
 from .losses import CLIPPED_LOSS_TYPES, LOSSES
 from .replay.buffer import smallest_capacity, smallest_max_staleness
-from .rollouts.sampling_settings import check_across_calls
 
 
 _MODES_OF_VESPO = ("token_truncate", "token_mask")
