@@ -11,7 +11,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from ..errors import InputError
 
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 _KINDS: tuple[type[Exception], ...] = (InputError, OSError)
 
 
