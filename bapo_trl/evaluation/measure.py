@@ -18,9 +18,9 @@ from ..batch.reward_sums import best_of_k, weighted_sums
 from ..checkpoints.rank_errors import from_main_process
 from ..errors import InputError
 from .accuracy import Estimate, PromptResult, summarize
-from .answers import canonical, completion_text
+from .answers import canonical
 from .equality import same_answer, same_text
-from .sampling import SOURCE_COLUMN, Completion, SamplesCompletions
+from .sampling import SOURCE_COLUMN, Record, SamplesCompletions
 
 
 _SAMPLING_SETTINGS = (
@@ -77,11 +77,11 @@ def evaluate(
         [`Evaluation`]: The results, the same on all processes.
     """
     rows = list(dataset) if isinstance(dataset, IterableDataset) else dataset
-    num_completions, names = trainer.num_generations_eval, trainer.reward_func_names
+    num_completions = trainer.num_generations_eval
     key = _key(trainer, rows, origin)
 
     @from_main_process
-    def start() -> dict[int, Completion]:
+    def start() -> dict[int, Record]:
         kept = {} if key is None else _read_kept(path, key, num_completions)
         if not replaces and not kept and path.is_file() and path.stat().st_size:
             raise InputError(
@@ -89,16 +89,16 @@ def evaluate(
                 "sampling settings differ): give another --output_dir, or replace it with --overwrite_output_dir true."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, kept, num_completions, names, key)  # without what a killed evaluation wrote in part
+        _write(path, kept, num_completions, key)  # without what a killed evaluation wrote in part
         return kept
 
-    def save(sampled: dict[int, Completion]) -> None:
+    def save(sampled: dict[int, Record]) -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(_lines(sampled, num_completions, names, key))
+            file.writelines(_lines(sampled, num_completions, key))
 
     @from_main_process
     def finish() -> Evaluation:
-        _write(path, dict(enumerate(scored)), num_completions, names, key)
+        _write(path, dict(enumerate(scored)), num_completions, key)
         return count(_read(path), trainer.reward_weights, extract_answer)
 
     kept = start()
@@ -185,19 +185,15 @@ def _described(value: Any) -> str:
     return xxh3_128(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)  # of images
 
 
-def _read_kept(path: Path, key: str, num_completions: int) -> dict[int, Completion]:
+def _read_kept(path: Path, key: str, num_completions: int) -> dict[int, Record]:
     """Return the completions of an evaluation with this key, by index; none if the file holds another."""
     records = _read(path) if path.is_file() else []
     if any(record.get("evaluation") != key for record in records):
         return {}
     return {
-        record["prompt_index"] * num_completions + record["number"]: Completion(
-            record["prompt"],
-            record.get(SOURCE_COLUMN),
-            record.get("messages", record["completion"]),
-            record["completion_ids"],
-            record["cut_off"],
-        )
+        record["prompt_index"] * num_completions + record["number"]: {
+            name: value for name, value in record.items() if name not in ("rewards", "correct")
+        }
         for record in records
     }
 
@@ -214,35 +210,20 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _write(path: Path, completions: Mapping[int, Completion], *details: Any) -> None:
-    """Write completions atomically."""
+def _write(path: Path, records: Mapping[int, Record], *details: Any) -> None:
+    """Write records atomically."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(_lines(completions, *details)), encoding="utf-8")
+    part.write_text("".join(_lines(records, *details)), encoding="utf-8")
     part.replace(path)
 
 
-def _lines(
-    completions: Mapping[int, Completion], num_completions: int, names: Sequence[str], key: str | None
-) -> Iterator[str]:
+def _lines(records: Mapping[int, Record], num_completions: int, key: str | None) -> Iterator[str]:
     """Return a line for each completion, with its rewards once it is scored."""
-    for place, completion in completions.items():
-        record = {
-            "prompt_index": place // num_completions,
-            "number": place % num_completions,
-            **({} if completion.source is None else {SOURCE_COLUMN: completion.source}),
-            "prompt": completion.prompt,
-            "completion": completion_text(completion.given),
-            **({} if isinstance(completion.given, str) else {"messages": completion.given}),
-        }
-        if completion.rewards:
-            first = completion.rewards[0]
-            record["rewards"] = dict(zip(names, completion.rewards, strict=True))
-            record["correct"] = first is not None and first >= 1
-        record |= {
-            "tokens": len(completion.ids), "cut_off": completion.is_cut_off, "completion_ids": completion.ids,
-            **({} if key is None else {"evaluation": key}),
-        }  # fmt: skip
-        yield f"{json.dumps(record, ensure_ascii=False, default=str)}\n"
+    for place, record in records.items():
+        index, number = divmod(place, num_completions)
+        of_evaluation = {} if key is None else {"evaluation": key}
+        found = {"prompt_index": index, "number": number, **record, **of_evaluation}
+        yield f"{json.dumps(found, ensure_ascii=False, default=str)}\n"
 
 
 def _answer(record: Mapping[str, Any], extract_answer: Callable[[str], str | None]) -> str | None:
