@@ -31,7 +31,7 @@ OF_THE_SEED = frozenset(
     {
         "seed", "data_seed", "output_dir", "run_name", "logging_dir", "resume_from_checkpoint", "hub_model_id",
         "eval_output_dir", "local_rank", "project", "trackio_space_id", "vllm_server_base_url", "vllm_server_host",
-        "vllm_server_port",
+        "vllm_server_port", "overwrite_output_dir",
     }
 )  # fmt: skip
 """Settings in which the seeds of one setting may differ."""

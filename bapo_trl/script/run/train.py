@@ -21,7 +21,7 @@ from ..settings.arguments import EMBEDDED
 from ..settings.methods import TRL
 from ..settings.parser import Settings
 from .evaluate import evaluate_after, evaluate_before
-from .output_folder import check_resume, check_start, continues, overwrites, remove_earlier_run, resume_argument
+from .output_folder import check_resume, check_start, continues, remove_earlier_run
 
 
 def run(settings: Settings) -> None:
@@ -49,7 +49,7 @@ def run(settings: Settings) -> None:
     # The ranks of DeepSpeed and FSDP save together: none of them waits for an error of another
     is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     saving: Callable[[], AbstractContextManager] = nullcontext if is_sharded else raising_on_all_ranks
-    replaces = training_args.do_train or overwrites(settings)
+    replaces = training_args.do_train or script_args.overwrite_output_dir
     if training_args.do_train:
         name = "TRL's GRPOTrainer" if script_args.method == TRL else method_name(training_args)
         say(f"{name} on {data.title}")
@@ -91,7 +91,7 @@ def _train(
 ) -> Evaluation | None:
     """Train and save, with what the terminal says of it; return the evaluation of the start, if asked for."""
     output_dir, say = Path(training_args.output_dir), trainer.accelerator.print
-    resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
+    resume = trainer.checkpoint_to_resume(training_args.resume_from_checkpoint)
     if resume is not None:
         check_resume(resume, training_args)
         say(f"Resumes from {resume}.")
