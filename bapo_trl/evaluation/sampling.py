@@ -81,7 +81,8 @@ class SamplesCompletions(GRPOTrainer):
             self._row_of, self._kept, self._save_batch, self._scored = None, {}, None, {}
             self.num_generations_eval = num_generations
             np.random.set_state(numpy_state)
-            self._metrics["eval"].clear()
+            for logged in (self._metrics["eval"], self._pending_metrics, self._pending_extra_logs):
+                logged.clear()  # TRL would add it to the next generation's
 
     def _log_accuracies(self, rewards_per_func: torch.Tensor) -> None:
         """Log avg@k and pass@k of the groups of an evaluation during training."""
@@ -93,14 +94,6 @@ class SamplesCompletions(GRPOTrainer):
         for average, best in zip(right.mean(dim=1).tolist(), right.amax(dim=1).tolist(), strict=True):
             self._metrics["eval"][f"avg@{count}"].append(average)  # TRL logs their mean
             self._metrics["eval"][f"pass@{count}"].append(best)
-
-    def _log_completion_extra(self, *args, **kwargs):
-        if self._row_of is None:  # TRL would add it to the next generation's
-            super()._log_completion_extra(*args, **kwargs)
-
-    def _log_metric(self, *args, **kwargs):
-        if self._row_of is None:
-            super()._log_metric(*args, **kwargs)
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self._row_of is None:

@@ -79,7 +79,7 @@ def gather_inputs(settings: Settings, parts: Parts) -> Inputs:
     name, revision = parts[-1]  # an adapter has the configuration of its base
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=training_args.trust_remote_code)
     _check_data(data, processing_class, config, training_args)
-    generation_config = load_generation_config(parts, training_args.trust_remote_code)
+    generation_config = load_generation_config(parts, config)
     of_model = settings_of_model(training_args, generation_config, processing_class)
     if training_args.do_train:
         trains_adapter = model_args.use_peft or len(parts) > 1
