@@ -16,9 +16,9 @@ from .clip_bounds import BoundGrid
 from .clip_bounds.config import BoundSearchConfig, help_of, setting
 from .clip_bounds.grid import SINGLE_POINT
 from .errors import InputError
+from .inputs.sampling_settings import biased_settings
 from .inputs.setting_checks import check_device, check_fields, check_numbers
 from .inputs.setting_rules import check_rules
-from .rollouts.sampling_settings import biased_settings
 from .upstream.cpu_speed import has_bfloat16
 
 

@@ -71,7 +71,7 @@ def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
 
         launch = launcher.read_arguments(arguments, command)
         if not plans:
-            return launcher.run(launch)
+            return launcher.start(launch)
         arguments, processes, sharding = launcher.ranks_of(launch)
     if plans:
         from .script.plan import print_plan

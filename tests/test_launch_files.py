@@ -11,7 +11,7 @@ from accelerate.utils import prepare_multi_gpu_env
 
 from bapo_trl.errors import InputError
 from bapo_trl.script.commands import EVALUATE, SCRIPT, TRAIN
-from bapo_trl.script.launcher import SETTINGS_TOO, launch_of, read_arguments, run
+from bapo_trl.script.launcher import SETTINGS_TOO, launch_of, read_arguments, start
 from bapo_trl.script.settings.arguments import EMBEDDED
 from bapo_trl.script.settings.parser import _Parser, parse_arguments
 from tests.helpers.commands import ROOT
@@ -117,7 +117,7 @@ def test_one_process_sees_one_gpu(monkeypatch, seen, flags, used):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    run(read_arguments(["--accelerate_config", "single_gpu", *flags]))
+    start(read_arguments(["--accelerate_config", "single_gpu", *flags]))
     assert environments[0]["CUDA_VISIBLE_DEVICES"] == used
 
 

@@ -1,8 +1,9 @@
 """Raise the error of one rank on all ranks, which would otherwise wait for the failed rank."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
@@ -10,6 +11,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from ..errors import InputError
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _KINDS: tuple[type[Exception], ...] = (InputError, OSError)
 
@@ -50,3 +52,13 @@ def on_main_process(call: Callable[[], T]) -> T:
         if PartialState().is_main_process:
             results = [call()]
     return broadcast_object_list(results)[0]
+
+
+def from_main_process(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that the main process alone runs; all ranks call it, and get its result or its error."""
+
+    @functools.wraps(function)
+    def of_main(*args: P.args, **kwargs: P.kwargs) -> T:
+        return on_main_process(lambda: function(*args, **kwargs))
+
+    return of_main

@@ -19,6 +19,7 @@ from ..checkpoints.files import checkpoint_names, find_defect, step_of
 from ..checkpoints.run_lock import RunLock
 from ..checkpoints.stop_signals import EXIT_CODE
 from ..errors import InputError
+from ..script.settings.recipes import is_true
 from .results import FOLDER, Row, row_of, write_row
 from .study import Run, Study, as_arguments
 
@@ -114,12 +115,12 @@ def environments(study: Study, jobs: int) -> list[dict[str, str]]:
     if jobs == 1:
         return [environment]
     settings = [run.settings for run in study.runs()]
-    if any(_is_true(each.get("use_vllm")) and each.get("vllm_mode") == "server" for each in settings):
+    if any(is_true(each.get("use_vllm", False)) and each.get("vllm_mode") == "server" for each in settings):
         raise InputError(
             f"`--jobs` is {jobs}, but the runs sample from a vLLM server (`use_vllm`), which holds the weights of "
             "only one run: set `--jobs` to 1."
         )
-    devices = [] if all(_is_true(each.get("use_cpu")) for each in settings) else _visible_devices()
+    devices = [] if all(is_true(each.get("use_cpu", False)) for each in settings) else _visible_devices()
     if not devices:
         return [environment] * jobs
     if processes > 1 and len(devices) < jobs * processes:
@@ -131,10 +132,6 @@ def environments(study: Study, jobs: int) -> list[dict[str, str]]:
     places = [range(job * processes, (job + 1) * processes) for job in range(jobs)]
     named = [",".join(devices[place % len(devices)] for place in each) for each in places]
     return [{**environment, "CUDA_VISIBLE_DEVICES": names} for names in named]
-
-
-def _is_true(value: object) -> bool:
-    return str(value).lower() == "true"
 
 
 def _visible_devices() -> list[str]:

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,7 @@ _KEYS = ("base", "arms", "over", "seeds", "measure", "accelerate")
 _REQUIRED = ("base", "arms", "seeds", "measure")
 _OWN = ("seed", "output_dir", "do_train", "do_eval", "eval_strategy", "eval_steps", "num_generations_eval",
         "logging_steps", "dry_run")  # fmt: skip
-_SECRET = re.compile(
-    r"(.*_)?(token|(api|access)_?key|secret|password)", re.IGNORECASE
-)  # name of a setting or a variable
+_SECRET = re.compile(r"(.*_)?(token|(api|access)_?key|secret|password)", re.IGNORECASE)  # of a setting or a variable
 _DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 
@@ -96,11 +94,12 @@ class Study:
         settings = {**recipe, **{name: value for name, value in flags.items() if name != "config"}}
         if self.accelerate is not None:
             settings["accelerate"] = self.accelerate
-        secrets = tuple(_secrets_of(settings))
+        secrets: list[str] = []
+        settings = _without_secrets(settings, secrets)
         if isinstance(settings.get("env"), dict):  # which holds more than names show
             settings["env"] = sorted(map(str, settings["env"]))
         target, clock = self.measure.get("target"), self.measure.get("clock", "wall")
-        return Run(arm, sweep, seed, flags, _without_secrets(settings), secrets, target, clock)
+        return Run(arm, sweep, seed, flags, settings, tuple(secrets), target, clock)
 
     def check(self, on_gpus: bool = False) -> None:
         """
@@ -131,26 +130,16 @@ class Study:
             os.environ.update(environment)
 
 
-def _is_secret(name: object, value: object) -> bool:
-    return isinstance(value, str) and _SECRET.fullmatch(str(name)) is not None
-
-
-def _secrets_of(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Return the values of secrets in settings and their mappings, such as `env`."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _secrets_of(value)
-        elif value and _is_secret(name, value):
-            yield value
-
-
-def _without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the name of each secret in place of its value."""
+def _without_secrets(settings: Mapping[str, Any], secrets: list[str]) -> dict[str, Any]:
+    """Return settings with the name of each secret in place of its value, which is added to `secrets`."""
     kept = {}
     for name, value in settings.items():
-        if isinstance(value, Mapping):
-            value = _without_secrets(value)
-        kept[name] = f"<{str(name).upper()}>" if _is_secret(name, value) else value
+        if isinstance(value, Mapping):  # such as `env`
+            value = _without_secrets(value, secrets)
+        elif isinstance(value, str) and _SECRET.fullmatch(str(name)):
+            secrets += [value] if value else []
+            value = f"<{str(name).upper()}>"
+        kept[name] = value
     return kept
 
 

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,12 @@ from datasets import Dataset, IterableDataset
 from xxhash import xxh3_128
 
 from ..batch.reward_sums import best_of_k, weighted_sums
-from ..checkpoints.rank_errors import on_main_process
+from ..checkpoints.rank_errors import from_main_process
 from ..errors import InputError
 from .accuracy import Estimate, PromptResult, summarize
-from .answers import canonical, completion_text
+from .answers import canonical
 from .equality import same_answer, same_text
-from .sampling import SOURCE_COLUMN, Completion, SamplesCompletions
+from .sampling import SOURCE_COLUMN, Record, SamplesCompletions
 
 
 _SAMPLING_SETTINGS = (
@@ -75,10 +77,11 @@ def evaluate(
         [`Evaluation`]: The results, the same on all processes.
     """
     rows = list(dataset) if isinstance(dataset, IterableDataset) else dataset
-    num_completions, names = trainer.num_generations_eval, trainer.reward_func_names
-    key = on_main_process(lambda: None if origin is None else _key(trainer, rows, origin))
+    num_completions = trainer.num_generations_eval
+    key = _key(trainer, rows, origin)
 
-    def start() -> dict[int, Completion]:
+    @from_main_process
+    def start() -> dict[int, Record]:
         kept = {} if key is None else _read_kept(path, key, num_completions)
         if not replaces and not kept and path.is_file() and path.stat().st_size:
             raise InputError(
@@ -86,27 +89,40 @@ def evaluate(
                 "sampling settings differ): give another --output_dir, or replace it with --overwrite_output_dir true."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, kept, num_completions, names, key)  # without what a killed evaluation wrote in part
+        _write(path, kept, num_completions, key)  # without what a killed evaluation wrote in part
         return kept
 
-    def save(sampled: dict[int, Completion]) -> None:
+    def save(sampled: dict[int, Record]) -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(_lines(sampled, num_completions, names, key))
+            file.writelines(_lines(sampled, num_completions, key))
 
-    kept = on_main_process(start)
+    @from_main_process
+    def finish() -> Evaluation:
+        _write(path, dict(enumerate(scored)), num_completions, key)
+        return count(_read(path), trainer.reward_weights, extract_answer)
+
+    kept = start()
     scored = trainer.sample_completions(rows, num_completions, kept, save) if len(rows) else []
-    on_main_process(lambda: _write(path, dict(enumerate(scored)), num_completions, names, key))
-    return on_main_process(lambda: count(_read(path), num_completions, trainer.reward_weights, extract_answer))
+    return finish()
+
+
+@from_main_process
+def save_results(trainer: SamplesCompletions, results: dict[str, Any]) -> None:
+    """Write the results of an evaluation, and keep those that a training measured before its first update."""
+    earlier = Path(trainer.args.output_dir, "eval_results.json")
+    if earlier.exists():
+        found = json.loads(earlier.read_text())
+        results = {name: value for name, value in found.items() if name.startswith("before_")} | results
+    trainer.save_metrics("eval", results)
 
 
 def count(
     records: Sequence[Mapping[str, Any]],
-    num_completions: int,
     reward_weights: torch.Tensor,
     extract_answer: Callable[[str], str | None] | None = None,
 ) -> Evaluation:
     """
-    Return the accuracies and metrics of saved completions, which are ordered by prompt, `num_completions` for each.
+    Return the accuracies and metrics of saved completions, which are ordered by prompt, equally many for each.
 
     If no completion of a prompt has a first reward, the prompt is left out of the accuracies and counted in
     `prompts_without_reward`. `reward_weights` has shape `(F,)`.
@@ -118,14 +134,14 @@ def count(
     )
     weights = reward_weights.cpu()
     metrics = {"reward": weighted_sums(rewards, weights).nanmean().item()}
-    if num_completions > 1:
-        metrics[f"reward_best_of_{num_completions}"] = best_of_k(rewards, weights, num_completions).mean().item()
+    groups = [list(group) for _, group in groupby(records, itemgetter("prompt_index"))]
+    if (size := len(groups[0])) > 1:
+        metrics[f"reward_best_of_{size}"] = best_of_k(rewards, weights, size).mean().item()
     for name, mean in zip(records[0]["rewards"], rewards.nanmean(dim=0).tolist(), strict=True):
         metrics[f"rewards/{name}/mean"] = mean
     metrics["completions/mean_length"] = sum(record["tokens"] for record in records) / len(records)
     metrics["completions/clipped_ratio"] = sum(record["cut_off"] for record in records) / len(records)
 
-    groups = [records[start : start + num_completions] for start in range(0, len(records), num_completions)]
     first = next(iter(records[0]["rewards"]))
     scored = [group for group in groups if any(record["rewards"][first] is not None for record in group)]
     if len(scored) < len(groups):
@@ -151,8 +167,11 @@ def _votes(answers: Sequence[str | None]) -> tuple[str | None, ...]:
     return tuple(votes)
 
 
-def _key(trainer: SamplesCompletions, rows: Any, origin: Any) -> str:
-    """Return a hash of everything that determines the completions."""
+@from_main_process
+def _key(trainer: SamplesCompletions, rows: Any, origin: Any) -> str | None:
+    """Return a hash of everything that determines the completions; `None` without an `origin`."""
+    if origin is None:
+        return None
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     config, template = trainer.model.config, getattr(trainer.processing_class, "chat_template", None)
     loaded = [str(trainer.model.dtype), getattr(config, "quantization_config", None), config._commit_hash, template]
@@ -166,19 +185,15 @@ def _described(value: Any) -> str:
     return xxh3_128(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)  # of images
 
 
-def _read_kept(path: Path, key: str, num_completions: int) -> dict[int, Completion]:
+def _read_kept(path: Path, key: str, num_completions: int) -> dict[int, Record]:
     """Return the completions of an evaluation with this key, by index; none if the file holds another."""
     records = _read(path) if path.is_file() else []
     if any(record.get("evaluation") != key for record in records):
         return {}
     return {
-        record["prompt_index"] * num_completions + record["number"]: Completion(
-            record["prompt"],
-            record.get(SOURCE_COLUMN),
-            record.get("messages", record["completion"]),
-            record["completion_ids"],
-            record["cut_off"],
-        )
+        record["prompt_index"] * num_completions + record["number"]: {
+            name: value for name, value in record.items() if name not in ("rewards", "correct")
+        }
         for record in records
     }
 
@@ -195,35 +210,20 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _write(path: Path, completions: Mapping[int, Completion], *details: Any) -> None:
-    """Write completions atomically."""
+def _write(path: Path, records: Mapping[int, Record], *details: Any) -> None:
+    """Write records atomically."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(_lines(completions, *details)), encoding="utf-8")
+    part.write_text("".join(_lines(records, *details)), encoding="utf-8")
     part.replace(path)
 
 
-def _lines(
-    completions: Mapping[int, Completion], num_completions: int, names: Sequence[str], key: str | None
-) -> Iterator[str]:
+def _lines(records: Mapping[int, Record], num_completions: int, key: str | None) -> Iterator[str]:
     """Return a line for each completion, with its rewards once it is scored."""
-    for place, completion in completions.items():
-        record = {
-            "prompt_index": place // num_completions,
-            "number": place % num_completions,
-            **({} if completion.source is None else {SOURCE_COLUMN: completion.source}),
-            "prompt": completion.prompt,
-            "completion": completion_text(completion.given),
-            **({} if isinstance(completion.given, str) else {"messages": completion.given}),
-        }
-        if completion.rewards:
-            first = completion.rewards[0]
-            record["rewards"] = dict(zip(names, completion.rewards, strict=True))
-            record["correct"] = first is not None and first >= 1
-        record |= {
-            "tokens": len(completion.ids), "cut_off": completion.is_cut_off, "completion_ids": completion.ids,
-            **({} if key is None else {"evaluation": key}),
-        }  # fmt: skip
-        yield f"{json.dumps(record, ensure_ascii=False, default=str)}\n"
+    for place, record in records.items():
+        index, number = divmod(place, num_completions)
+        of_evaluation = {} if key is None else {"evaluation": key}
+        found = {"prompt_index": index, "number": number, **record, **of_evaluation}
+        yield f"{json.dumps(found, ensure_ascii=False, default=str)}\n"
 
 
 def _answer(record: Mapping[str, Any], extract_answer: Callable[[str], str | None]) -> str | None:

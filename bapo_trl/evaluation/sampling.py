@@ -3,7 +3,7 @@
 import copy
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,23 +15,16 @@ from trl.data_utils import prepare_multimodal_messages
 
 from ..bapo_trainer import BAPOTrainer
 from ..checkpoints.atomic import AtomicCheckpoints
-from ..checkpoints.rank_errors import on_main_process
+from ..checkpoints.rank_errors import from_main_process
 from ..parts import Part
 from ..phase_clock import TimedTrainer
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
-from .answers import Text
+from .answers import completion_text
 
 
 SOURCE_COLUMN = "data_source"
-
-
-class Completion(NamedTuple):
-    prompt: Any
-    source: Any  # of the prompt, or `None`
-    given: Text  # as reward functions get it
-    ids: list[int]  # including the end token
-    is_cut_off: bool  # reached the maximum length
-    rewards: list[float | None] = []  # one per reward function; `None` if the function returned none
+Record = dict[str, Any]
+"""A completion as a line of the file has it: prompt, text, messages of a chat, token ids, and rewards once scored."""
 
 
 class SamplesCompletions(GRPOTrainer):
@@ -41,9 +34,9 @@ class SamplesCompletions(GRPOTrainer):
     model: PreTrainedModel
 
     _row_of: Callable[[int], Mapping[str, Any]] | None = None  # set during `sample_completions`, which logs nothing
-    _kept: Mapping[int, Completion] = {}  # of the completions that are only scored
-    _save_batch: Callable[[dict[int, Completion]], None] | None = None
-    _scored: dict[int, Completion] = {}  # by index, on the main process
+    _kept: Mapping[int, Record] = {}  # of the completions that are only scored
+    _save_batch: Callable[[dict[int, Record]], None] | None = None
+    _scored: dict[int, Record] = {}  # by index, on the main process
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
         """Return the prompt of a row, including its images if the model takes images, as TRL does."""
@@ -56,9 +49,9 @@ class SamplesCompletions(GRPOTrainer):
         self,
         rows: Sequence[Mapping[str, Any]],
         num_completions: int = 1,
-        kept: Mapping[int, Completion] | None = None,
-        save: Callable[[dict[int, Completion]], None] | None = None,
-    ) -> list[Completion]:
+        kept: Mapping[int, Record] | None = None,
+        save: Callable[[dict[int, Record]], None] | None = None,
+    ) -> list[Record]:
         """
         Sample and score completions for each row, `per_device_eval_batch_size` at a time on each process.
 
@@ -72,7 +65,8 @@ class SamplesCompletions(GRPOTrainer):
         """
         kept, every = kept or {}, range(len(rows) * num_completions)
         num_generations, numpy_state = self.num_generations_eval, np.random.get_state()
-        self._row_of, self._save_batch, self._scored = lambda place: rows[place // num_completions], save, {}
+        self._row_of, self._scored = lambda place: rows[place // num_completions], {}
+        self._save_batch = save and from_main_process(save)
         self.num_generations_eval = 1  # batches are not made of groups
         try:
             with forked_random_state(self.accelerator.device, self.model):
@@ -82,12 +76,13 @@ class SamplesCompletions(GRPOTrainer):
                     if places:
                         loader: DataLoader = DataLoader(places, self.args.eval_batch_size, collate_fn=list)
                         self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
-            return [completion for _, completion in sorted(self._scored.items())]
+            return [record for _, record in sorted(self._scored.items())]
         finally:
             self._row_of, self._kept, self._save_batch, self._scored = None, {}, None, {}
             self.num_generations_eval = num_generations
             np.random.set_state(numpy_state)
-            self._metrics["eval"].clear()
+            for logged in (self._metrics["eval"], self._pending_metrics, self._pending_extra_logs):
+                logged.clear()  # TRL would add it to the next generation's
 
     def _log_accuracies(self, rewards_per_func: torch.Tensor) -> None:
         """Log avg@k and pass@k of the groups of an evaluation during training."""
@@ -100,14 +95,6 @@ class SamplesCompletions(GRPOTrainer):
             self._metrics["eval"][f"avg@{count}"].append(average)  # TRL logs their mean
             self._metrics["eval"][f"pass@{count}"].append(best)
 
-    def _log_completion_extra(self, *args, **kwargs):
-        if self._row_of is None:  # TRL would add it to the next generation's
-            super()._log_completion_extra(*args, **kwargs)
-
-    def _log_metric(self, *args, **kwargs):
-        if self._row_of is None:
-            super()._log_metric(*args, **kwargs)
-
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self._row_of is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
@@ -115,17 +102,19 @@ class SamplesCompletions(GRPOTrainer):
         found = [self._kept[place] for place in inputs] if self._kept else self._sample(inputs, rows)
         of_all = gather_object(list(zip(inputs, found, strict=True)))  # the last batch may repeat samples as filler
         if self._save_batch is not None and not self._kept:
-            save, new = self._save_batch, {place: each for place, each in of_all if place not in self._scored}
-            on_main_process(lambda: save(new))
-        completions, ids = (copy.deepcopy([getattr(each, part) for each in found]) for part in ("given", "ids"))
+            self._save_batch({place: each for place, each in of_all if place not in self._scored})
+        completions = copy.deepcopy([each.get("messages", each["completion"]) for each in found])
+        ids = [list(each["completion_ids"]) for each in found]
         rewards = self._calculate_rewards(rows, [row["prompt"] for row in rows], completions, ids).tolist()  # of all
-        for (place, completion), values in zip(of_all, rewards, strict=True):
+        for (place, record), values in zip(of_all, rewards, strict=True):
             if self.accelerator.is_main_process:
-                scored = completion._replace(rewards=[None if value != value else value for value in values])
-                self._scored.setdefault(place, scored)
+                numbers = [None if value != value else value for value in values]
+                is_right = numbers[0] is not None and numbers[0] >= 1
+                named = dict(zip(self.reward_func_names, numbers, strict=True))
+                self._scored.setdefault(place, {**record, "rewards": named, "correct": is_right})
         return None, None, None
 
-    def _sample(self, places: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[Completion]:
+    def _sample(self, places: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[Record]:
         """Return a completion for each row, the same whether or not the batches before are sampled in this call."""
         # Processes that share a colocated engine must sample the same tokens
         sharing = self.args.vllm_tensor_parallel_size if self.use_vllm and self.vllm_mode == "colocate" else 1
@@ -137,7 +126,15 @@ class SamplesCompletions(GRPOTrainer):
             _, completion_ids, _, completions, *_ = self._generate([self.prompt_of(row) for row in rows])
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         return [
-            Completion(row["prompt"], row.get(SOURCE_COLUMN), completion, list(ids), ids[-1] not in ends)
+            {
+                **({} if row.get(SOURCE_COLUMN) is None else {SOURCE_COLUMN: row[SOURCE_COLUMN]}),
+                "prompt": row["prompt"],
+                "completion": completion_text(completion),
+                **({} if isinstance(completion, str) else {"messages": completion}),
+                "tokens": len(ids),
+                "cut_off": ids[-1] not in ends,
+                "completion_ids": list(ids),
+            }
             for row, completion, ids in zip(rows, completions, completion_ids, strict=True)
         ]
 

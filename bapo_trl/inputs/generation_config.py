@@ -6,7 +6,7 @@ from typing import Any
 from transformers import GenerationConfig, ProcessorMixin
 
 from ..errors import InputError
-from ..rollouts.sampling_settings import check_across_calls
+from .sampling_settings import check_across_calls
 
 
 FILE = "the model's generation_config.json (in Python, `model.generation_config`)"

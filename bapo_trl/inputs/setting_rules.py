@@ -8,7 +8,7 @@ from ..batch.losses import CLIPPED_LOSS_TYPES, LOSSES
 from ..clip_bounds import BOUND_PARTS
 from ..clip_bounds.grid import BoundGrid
 from ..errors import InputError
-from ..rollouts.sampling_settings import check_across_calls
+from .sampling_settings import check_across_calls
 
 
 def check_rules(config: Any) -> None:

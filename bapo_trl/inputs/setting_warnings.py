@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers.trainer_utils import HubStrategy
 
-from ..rollouts.sampling_settings import biased_settings
 from .generation_config import FILE
+from .sampling_settings import biased_settings
 
 
 _WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)

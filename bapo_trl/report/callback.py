@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
-from ..bapo_config import BAPOConfig
+from ..bapo_config import BAPOConfig, own_fields
 from .command import save_report
 from .facts import facts_of
 from .runs import SETTINGS_FILE, Logs
@@ -21,12 +21,9 @@ from .runs import SETTINGS_FILE, Logs
 SAVED = (
     "model", "model_name_or_path", "dtype", "dataset_name", "eval_dataset", "reward_funcs", "prompt_template",
     "system_prompt", "run_name", "seed", "data_seed", "loss_type", "learning_rate", "lr_scheduler_type", "beta",
-    "importance_sampling_level", "positive_contribution_target", "contribution_measure", "search_order",
-    "search_scope", "ratio_lower_start", "ratio_lower_max", "ratio_lower_step", "ratio_upper_start",
-    "ratio_upper_max", "ratio_upper_step", "negative_weight_min", "num_generations", "generation_batch_size",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations",
-    "max_completion_length", "temperature", "replay_fraction", "replay_max_staleness", "replay_zero_advantage",
-    "partial_rollout_oversampling", "use_vllm", "max_steps", "num_train_epochs", "logging_steps",
+    "importance_sampling_level", "num_generations", "generation_batch_size", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "steps_per_generation", "num_iterations", "max_completion_length", "temperature",
+    "use_vllm", "max_steps", "num_train_epochs", "logging_steps", *(each.name for each in own_fields()),
 )  # fmt: skip
 """Settings that are saved. All others, which may hold secrets, only count in the fingerprint."""
 
@@ -34,7 +31,7 @@ OF_THE_SEED = frozenset(
     {
         "seed", "data_seed", "output_dir", "run_name", "logging_dir", "resume_from_checkpoint", "hub_model_id",
         "eval_output_dir", "local_rank", "project", "trackio_space_id", "vllm_server_base_url", "vllm_server_host",
-        "vllm_server_port",
+        "vllm_server_port", "overwrite_output_dir",
     }
 )  # fmt: skip
 """Settings in which the seeds of one setting may differ."""

@@ -1,6 +1,5 @@
 """The figure of the report: the panels that have data, side by side in a PNG."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +37,7 @@ _STYLES = ("-", "--", ":")  # of the lines of a panel
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 MOST_PANELS = 9
 
-_ACCURACY = re.compile(r"eval_(avg@\d+)")
-ACCURACY = Panel("Accuracy before and after (95% interval)", (Line("accuracy", "accuracy"),))
+ACCURACY = Panel("Accuracy (avg@k) or mean reward", (Line("accuracy", "accuracy"),), limits=(0.0, None))
 
 PANELS = (
     Panel("Mean reward of the samples", (Line("reward", "reward"),)),
@@ -96,20 +94,13 @@ PANELS = (
 """All panels, the most important first."""
 
 
-def accuracies_of(run: Run) -> tuple[str, list[tuple[int, float, float]]]:
-    """Return the name of the accuracy that a run measured, and update, mean and half a 95% interval of each value."""
-    name = next((found[1] for found in map(_ACCURACY.fullmatch, run.results) if found), "")
-    steps, get = {f"before_{name}": 0, f"eval_{name}": run.logs.steps[-1]}, run.results.get
-    return name, [(steps[key], get(key), 1.96 * get(f"{key}_stderr", 0.0)) for key in steps if key in run.results]
-
-
 def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
     """Return the panels for which some run has data, at most `MOST_PANELS`."""
     runs = [run for group in groups for run in group.runs]
 
     def has_data(panel: Panel, run: Run) -> bool:
         if panel is ACCURACY:
-            return bool(accuracies_of(run)[1])
+            return len(run.logs.accuracies(run.results).steps) > 0
         if panel.is_stacked and len(groups) > 1:
             return False
         return any(len(run.logs.points(line.metric).steps) for line in panel.lines)
@@ -197,22 +188,17 @@ def _draw_bars(axes: Any, panel: Panel, group: Group) -> dict[str, Any]:
 
 
 def _draw_accuracies(axes: Any, groups: Sequence[Group]) -> None:
-    """Draw the accuracies of each run as points with intervals, joined by a line, and put the values beside them."""
-    names = set()
+    """Draw evaluations as points with 95% intervals; of a single run, the first and the last with their values."""
     for index, group in enumerate(groups):
         for run in group.runs:
-            name, found = accuracies_of(run)
-            for step, mean, half in found if len(groups) == len(group.runs) == 1 else ():
-                below = mean + half > 0.9
-                height, side = (mean - half, "top") if below else (mean + half, "bottom")
-                axes.annotate(
-                    f" {mean:.2f} ", (step, height), ha="right" if step else "left", va=side, fontsize="small"
-                )
-            if found:
-                names.add(name)
-                axes.errorbar(*zip(*found, strict=True), color=f"C{index}", marker="o", capsize=3)
-    axes.set_ylabel(", ".join(sorted(names)), fontsize="small")
-    axes.set_ylim(0, 1.03)
+            steps, values = run.logs.accuracies(run.results)
+            if len(steps):
+                axes.errorbar(steps, values[:, 0], 1.96 * values[:, 1], color=f"C{index}", marker="o", capsize=3)
+            for place in {0, len(steps) - 1} if len(steps) and len(groups) == len(group.runs) == 1 else ():
+                step, (mean, error) = steps[place], values[place]
+                sign, side = (-1, "top") if mean + 1.96 * error > 0.9 else (1, "bottom")
+                at, align = (step, mean + sign * 1.96 * error), "right" if step else "left"
+                axes.annotate(f" {mean:.2f} ", at, ha=align, va=side, fontsize="small")
 
 
 class Curve(NamedTuple):

@@ -42,7 +42,7 @@ SETTINGS_TOO = ("debug", "gradient_accumulation_steps")
 """Flags of `accelerate launch` that are settings of the trainer, too: they are read as the latter."""
 
 
-def run(args: argparse.Namespace) -> None:
+def start(args: argparse.Namespace) -> None:
     """
     Run `accelerate launch` with its arguments.
 
@@ -138,4 +138,4 @@ def _become_rank(args: argparse.Namespace) -> NoReturn:
 
 
 if __name__ == "__main__":
-    run(launch.launch_command_parser().parse_args())
+    start(launch.launch_command_parser().parse_args())

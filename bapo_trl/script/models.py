@@ -95,13 +95,12 @@ def load_processing_class(parts: Parts, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def load_generation_config(parts: Parts, trust_remote_code: bool = False) -> GenerationConfig:
-    """Return the `generation_config` that the model, or the base model of an adapter, has once it is loaded."""
+def load_generation_config(parts: Parts, config: Any) -> GenerationConfig:
+    """Return the `generation_config` that a model with this config, or the base of an adapter, has once loaded."""
     name, revision = parts[-1]
     try:
         return GenerationConfig.from_pretrained(name, revision=revision)
     except OSError:  # there is no such file
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
         return GenerationConfig.from_model_config(config)
 
 

@@ -93,37 +93,36 @@ def dry_run(
         peft_config = peft_config or getattr(model, "active_peft_config", None)
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
     check_fit(config, processing_class, args, {"train": train_dataset})
+    if args.do_train or not args.do_eval:
+        check_number_of_prompts(train_dataset, args)
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
-    of_model = (peft_config, quantization_config, mean_length, sharding)
-    return _describe(args, config, dtype, functions, train_dataset, processing_class, *of_model)
+    of_model = {"peft_config": peft_config, "quantization_config": quantization_config, "mean_length": mean_length}
+    return _describe(args, config, dtype, functions, train_dataset, processing_class, sharding, **of_model)
 
 
 def _describe(
     args: BAPOConfig,
     config: Any,
     dtype: Any,
-    reward_funcs: Sequence[Any],
+    functions: Sequence[Any],
     dataset: Any,
     processing_class: Any,
-    peft_config: Any,
-    quantization_config: Any,
-    mean_length: int | None,
     sharding: Sharding | None,
+    **of_model: Any,
 ) -> str:
-    """Return the plan of a run whose prompts fit the model; the arguments are as in [`dry_run`]."""
+    """Return the plan of a run whose prompts fit the model; `of_model` are arguments of [`~memory.plan_memory`]."""
     _, longest = longest_prompt(dataset, processing_class, args.chat_template_kwargs)
-    parts = [
-        _prompts(args, dataset, processing_class, longest),
-        example_rewards(reward_funcs, next(iter(dataset)), processing_class),
-    ]
     if args.do_eval and not args.do_train:
-        return "\n\n".join([f"Evaluation only, {args.num_generations_eval} completions per prompt", *parts])
-    check_number_of_prompts(dataset, args)
-    if args.max_completion_length is not None:
-        dtype = config.dtype or "float32" if dtype == "auto" else dtype
-        of_model = (peft_config, quantization_config, mean_length, sharding or _sharding(args))
-        parts.insert(0, memory_table(args, plan_memory(args, config, dtype, longest, *of_model)))
-    return "\n\n".join([f"{settings_table(args)}\n{_staleness(args)}", *parts])
+        parts = [f"Evaluation only, {args.num_generations_eval} completions per prompt"]
+    else:
+        parts = [f"{settings_table(args)}\n{_staleness(args)}"]
+        if args.max_completion_length is not None:
+            dtype = config.dtype or "float32" if dtype == "auto" else dtype
+            columns = plan_memory(args, config, dtype, longest, sharding=sharding or _sharding(args), **of_model)
+            parts.append(memory_table(args, columns))
+    parts.append(_prompts(args, dataset, processing_class, longest))
+    parts.append(example_rewards(functions, next(iter(dataset)), processing_class))
+    return "\n\n".join(parts)
 
 
 def _sharding(args: BAPOConfig) -> Sharding:
@@ -246,6 +245,7 @@ def _plan(settings: Settings, sharding: Sharding | None) -> str:
         load_processing_class(parts, args.trust_remote_code)
         return f"Merge of the adapter {parts[0][0]} into its base {parts[1][0]}, in {merged_folder(args)}: {_DRY_RUN}"
     inputs = gather_inputs(settings, parts)
+    _check_as_the_trainer(args, inputs)
     (_, revision), peft_config = inputs.parts[-1], get_peft_config(model_args)
     if len(inputs.parts) > 1:  # an adapter has the configuration of its base
         from peft import PeftConfig
@@ -253,19 +253,17 @@ def _plan(settings: Settings, sharding: Sharding | None) -> str:
         adapter, revision_of_adapter = inputs.parts[0]
         peft_config = PeftConfig.from_pretrained(adapter, revision=revision_of_adapter)
     args.model_init_kwargs = init_kwargs_of(args, model_args, revision)
+    of_data = (inputs.reward_funcs, inputs.data.prompts, inputs.processing_class)
     plan = _describe(  # the prompts were checked as the inputs were gathered
         args,
         inputs.config,
         args.model_init_kwargs["dtype"],
-        inputs.reward_funcs,
-        inputs.data.prompts,
-        inputs.processing_class,
-        peft_config,
-        quantization_of(args, model_args),
-        script_args.dry_run_mean_length,
+        *of_data,
         sharding,
+        peft_config=peft_config,
+        quantization_config=quantization_of(args, model_args),
+        mean_length=script_args.dry_run_mean_length,
     )
-    _check_as_the_trainer(args, inputs)
     method = method_name(args) if args.do_train else "Evaluation"
     warned = setting_warnings(args, inputs.settings_of_model) if args.do_train else ()
     title = inputs.data.title if args.do_train else inputs.data.test_title or inputs.data.title

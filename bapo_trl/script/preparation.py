@@ -12,16 +12,16 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
-from ..checkpoints.rank_errors import on_main_process
+from ..checkpoints.rank_errors import from_main_process
 from ..evaluation.sampling import EvaluatedGRPOTrainer, EvaluatedTrainer
 from ..inputs.generation_config import check_can_be_saved, check_for_partial_rollouts, settings_of_model
 from ..inputs.prompt_checks import check_number_of_prompts
 from ..report.callback import ReportCallback
-from ..upstream.cpu_speed import base_dtype
+from ..upstream.cpu_speed import base_dtype, speed_up_cpu
 from .console import ProgressBar
 from .data.columns import format_data
 from .data.load import Data, load_data
-from .data.prompts import check_chat_template, check_fit, check_prompts, check_tokenizer
+from .data.prompts import check_chat_template, check_fit, check_prompts
 from .models import (
     Parts,
     check_can_merge,
@@ -75,12 +75,11 @@ def gather_inputs(settings: Settings, parts: Parts) -> Inputs:
     processing_class = load_processing_class(parts, training_args.trust_remote_code)
     if script_args.merge_adapter:
         check_can_merge(parts)
-    check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     data = format_data(data, script_args, processing_class)
     name, revision = parts[-1]  # an adapter has the configuration of its base
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=training_args.trust_remote_code)
-    on_main_process(lambda: _check_data(data, processing_class, config, training_args))  # reads all prompts
-    generation_config = load_generation_config(parts, training_args.trust_remote_code)
+    _check_data(data, processing_class, config, training_args)
+    generation_config = load_generation_config(parts, config)
     of_model = settings_of_model(training_args, generation_config, processing_class)
     if training_args.do_train:
         trains_adapter = model_args.use_peft or len(parts) > 1
@@ -92,7 +91,7 @@ def gather_inputs(settings: Settings, parts: Parts) -> Inputs:
 
 
 def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
-    """Load the model and make its trainer; set `model_init_kwargs` in the settings."""
+    """Load the model and make its trainer, as fast as CPUs allow; set `model_init_kwargs` in the settings."""
     script_args, training_args, model_args, dataset_args = settings
     data = inputs.data
     model, quantization = _model_argument(inputs, training_args, model_args)
@@ -120,9 +119,13 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
             trainer.add_callback(ProgressBar)
     trainer.add_callback(ReportUntilTheEnd({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     trainer.phase_clock.logs_totals = True
+    speed = speed_up_cpu(trainer)
+    if speed is not None:
+        trainer.accelerator.print(speed)
     return trainer
 
 
+@from_main_process  # it reads all prompts
 def _check_data(data: Data, processing_class: Any, config: Any, training_args: BAPOConfig) -> None:
     """Reject prompts and a tokenizer that do not suit each other or the model (`InputError`)."""
     datasets = {"train": data.train, "eval": data.test}

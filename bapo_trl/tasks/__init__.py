@@ -4,8 +4,16 @@ package). Problems are generated locally from a seed.
 """
 
 from .gym import GYM_PREFIX, gym_reward, load_gym_task
-from .smollm2 import SMOLLM2, check_smollm2, has_smollm2, smollm2_path
-from .sums import CHAT_SUMS, MadeTask, exact_match_reward, load_chat_sums, load_task, sums_model_path
+from .smollm2 import SMOLLM2, smollm2_path
+from .sums import (
+    CHAT_SUMS,
+    MadeTask,
+    exact_match_reward,
+    last_number_reward,
+    load_chat_sums,
+    load_task,
+    sums_model_path,
+)
 from .tokenizer import character_tokenizer
 
 
@@ -15,10 +23,9 @@ __all__ = [
     "SMOLLM2",
     "MadeTask",
     "character_tokenizer",
-    "check_smollm2",
     "exact_match_reward",
     "gym_reward",
-    "has_smollm2",
+    "last_number_reward",
     "load_chat_sums",
     "load_gym_task",
     "load_task",

@@ -16,12 +16,13 @@ def cached_folder(name: str, what: str, build: Callable[[Path], None]) -> Path:
     `name` should contain a hash or version of the content. `what` describes the content in messages. `build` writes
     the content into an empty folder; if it raises an exception, the folder is removed.
     """
-    path = _root() / name
+    root = Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()
+    path = root / name
     if path.is_dir():
         return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.unfinished-", dir=path.parent))
+        root.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.unfinished-", dir=root))
     except OSError as error:
         fix = "Set the environment variable BAPO_TRL_CACHE to a folder that you can write to."
         raise InputError(f"No folder can be created for {what}: {error}. {fix}") from error
@@ -35,12 +36,3 @@ def cached_folder(name: str, what: str, build: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return path
-
-
-def is_cached(name: str) -> bool:
-    """Return whether a folder of the cache exists."""
-    return (_root() / name).is_dir()
-
-
-def _root() -> Path:
-    return Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()

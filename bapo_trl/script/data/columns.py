@@ -7,6 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from ...checkpoints.rank_errors import from_main_process
 from ...errors import InputError
 from ...evaluation.answers import gold_texts
 from ..settings.arguments import BAPOScriptArguments
@@ -66,6 +67,7 @@ def format_prompts(
     return with_columns(dataset, formatted, sorted(GIVEN_TO_REWARDS & {prompt, answer}))
 
 
+@from_main_process  # it reads all rows
 def prompt_lines(data: Data, processing_class: Any) -> str:
     """Return the console lines on the kind of the prompts, and on those without an answer."""
     kind = "plain text" if getattr(processing_class, "chat_template", None) is None else TEXT_FOR_CHAT

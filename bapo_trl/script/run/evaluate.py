@@ -1,6 +1,6 @@
 """The evaluations of a run: before the training, and of its model."""
 
-import json
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 from xxhash import xxh3_128
 
-from ...checkpoints.rank_errors import on_main_process
+from ...checkpoints.rank_errors import from_main_process
 from ...evaluation.accuracy import accuracy_table
-from ...evaluation.measure import Evaluation, evaluate
+from ...evaluation.measure import Evaluation, evaluate, save_results
 from ..console import rewards_in_words
 from ..preparation import Inputs, Trainer
 
@@ -46,43 +46,28 @@ def evaluate_before(trainer: Trainer, inputs: Inputs) -> Evaluation | None:
             "Before training: not evaluated under DeepSpeed or FSDP. `--do_train false` evaluates the model alone."
         )
         return None
-    path = Path(trainer.args.output_dir, "eval_completions_before.jsonl")
+    path, origin = Path(trainer.args.output_dir, "eval_completions_before.jsonl"), _origin(inputs.parts)
     trainer.accelerator.print("Evaluating before training ...", flush=True)
-    before = evaluate(trainer, inputs.data.test, path, inputs.extract_answer, _origin(inputs.parts))
+    before = evaluate(trainer, inputs.data.test, path, inputs.extract_answer, origin)
     name, accuracy = next(iter(before.accuracies.items()), ("no prompt has a reward", "unknown"))
     trainer.accelerator.print(f"Accuracy before training: {accuracy} ({name})", flush=True)
     return before
 
 
+@from_main_process
 def _origin(parts: Sequence[tuple[str, str | None]]) -> list[Any]:
     """Return what identifies a model: the content of its files, or its name on the Hub."""
-
-    def describe() -> list[Any]:
-        return [
-            [[file.name, _hash_of(file)] for pattern in _MODEL_FILES for file in sorted(Path(name).glob(pattern))]
-            if Path(name).is_dir()
-            else [name, revision]
-            for name, revision in parts
-        ]
-
-    return on_main_process(describe)
+    return [
+        [[file.name, _hash_of(file)] for pattern in _MODEL_FILES for file in sorted(Path(name).glob(pattern))]
+        if Path(name).is_dir()
+        else [name, revision]
+        for name, revision in parts
+    ]
 
 
 def _hash_of(file: Path) -> str:
-    digest = xxh3_128()
     with file.open("rb") as content:
-        while block := content.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _save_results(trainer: Trainer, results: dict[str, Any]) -> None:
-    """Write the results of an evaluation, and keep those that a training measured before its first update."""
-    earlier = Path(trainer.args.output_dir, "eval_results.json")
-    if earlier.exists():
-        found = json.loads(earlier.read_text())
-        results = {name: value for name, value in found.items() if name.startswith("before_")} | results
-    trainer.save_metrics("eval", results)
+        return hashlib.file_digest(content, xxh3_128).hexdigest()
 
 
 def evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None, replaces: bool) -> str:
@@ -94,14 +79,15 @@ def evaluate_after(trainer: Trainer, inputs: Inputs, before: Evaluation | None, 
     if trainer.args.do_train:
         is_adapter = (output_dir / "adapter_config.json").exists()
         parts = [(str(output_dir), None), *([parts[-1]] if is_adapter else [])]
-    after = evaluate(trainer, data.test, path, inputs.extract_answer, _origin(parts), replaces)
+    origin = _origin(parts)
+    after = evaluate(trainer, data.test, path, inputs.extract_answer, origin, replaces)
     rewards = {f"eval_{name}": value for name, value in after.metrics.items()}
     trainer.log(rewards)
     results, accuracies = after.as_results("eval"), {"accuracy": after.accuracies}
     if before is not None:
         results = {**before.as_results("before"), **results}
         accuracies = {"before": before.accuracies, "after": after.accuracies}
-    on_main_process(lambda: _save_results(trainer, results))
+    save_results(trainer, results)
     model = output_dir if trainer.args.do_train else inputs.parts[0][0]
     count = after.metrics.get("prompts_without_reward", 0)
     first, means = trainer.reward_func_names[0], [estimate.mean for estimate in after.accuracies.values()]

@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -12,9 +13,7 @@ from ...checkpoints.files import checkpoint_names, find_defect
 from ...errors import InputError
 from ...report.runs import SETTINGS_FILE
 from ..models import Parts, merged_folder
-from ..settings.arguments import EMBEDDED
 from ..settings.parser import Settings
-from ..settings.recipes import DEMO_FOLDER
 
 
 _MODEL = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_config\.json")
@@ -34,7 +33,7 @@ def check_start(settings: Settings, parts: Parts) -> None:
     """
     script_args, training_args, model_args, _ = settings
     trains, resume, run_dir = training_args.do_train, training_args.resume_from_checkpoint, training_args.output_dir
-    if not trains and resume_argument(resume) is not None:
+    if not trains and resume is not None:
         raise InputError(
             f"`resume_from_checkpoint` is '{resume}', but `do_train` is false and evaluation is of "
             "`model_name_or_path`: set that to the checkpoint's folder."
@@ -55,7 +54,7 @@ def check_start(settings: Settings, parts: Parts) -> None:
                 f"`output_dir` is {run_dir}, which holds the model that the run starts from ({start}), and would lose "
                 "it: give another --output_dir."
             )
-    if replaced and not overwrites(settings):
+    if replaced and not script_args.overwrite_output_dir:
         raise InputError(
             f"`output_dir` is {run_dir}, which holds {', '.join(path.name for path in replaced)} of an earlier run: "
             "resume from its checkpoints with --resume_from_checkpoint true, give another --output_dir, or delete "
@@ -63,22 +62,11 @@ def check_start(settings: Settings, parts: Parts) -> None:
         )
 
 
-def overwrites(settings: Settings) -> bool:
-    """Whether the run may replace what an earlier one left: by its flag, or as the built-in example in its folder."""
-    script_args, training_args, _, _ = settings
-    is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER  # nobody's work
-    return script_args.overwrite_output_dir or is_demo
-
-
 def continues(training_args: BAPOConfig) -> bool:
     """Whether the run resumes from a checkpoint of its own output folder."""
-    resume, run_dir = resume_argument(training_args.resume_from_checkpoint), Path(training_args.output_dir).resolve()
+    resume: Any = training_args.resume_from_checkpoint  # `True` for the newest
+    run_dir = Path(training_args.output_dir).resolve()
     return resume is True or (isinstance(resume, str) and Path(resume).resolve().parent == run_dir)
-
-
-def resume_argument(value: str | bool | None) -> str | bool | None:
-    """Return what to resume from: the newest complete checkpoint for "true", none for "false", else a folder."""
-    return {"true": True, "false": None}.get(str(value).lower(), value)
 
 
 def check_resume(folder: str, training_args: BAPOConfig) -> None:
@@ -93,7 +81,8 @@ def check_resume(folder: str, training_args: BAPOConfig) -> None:
 
 def check_checkpoint(training_args: BAPOConfig) -> None:
     """Reject to resume where no checkpoint is complete, or the newest is beyond the last update (`InputError`)."""
-    resume, run_dir = resume_argument(training_args.resume_from_checkpoint), training_args.output_dir
+    resume: Any = training_args.resume_from_checkpoint  # `True` for the newest
+    run_dir = training_args.output_dir
     if resume is None:
         return
     folders = [str(resume)]

@@ -1,5 +1,6 @@
 """What `bapo-trl train` and `train_bapo.py` do, from the settings to the report."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from ...checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ...evaluation.measure import Evaluation
 from ...report.command import report_line
 from ...report.facts import method_name
-from ...upstream.cpu_speed import speed_up_cpu
 from ...upstream.fixes import end_training
 from ..console import UpdateLines, settings_table, without_bars_in_files
 from ..data.columns import prompt_lines
@@ -21,7 +21,7 @@ from ..settings.arguments import EMBEDDED
 from ..settings.methods import TRL
 from ..settings.parser import Settings
 from .evaluate import evaluate_after, evaluate_before
-from .output_folder import check_resume, check_start, continues, overwrites, remove_earlier_run, resume_argument
+from .output_folder import check_resume, check_start, continues, remove_earlier_run
 
 
 def run(settings: Settings) -> None:
@@ -46,29 +46,30 @@ def run(settings: Settings) -> None:
         print(f"Evaluation of {model_args.model_name_or_path} on {title}; results in {into}", flush=True)
     trainer = make_trainer(settings, inputs)
     data, output_dir, say = inputs.data, Path(training_args.output_dir), trainer.accelerator.print
-    speed = speed_up_cpu(trainer)
-    if speed is not None:
-        say(speed)
+    # The ranks of DeepSpeed and FSDP save together: none of them waits for an error of another
+    is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    saving: Callable[[], AbstractContextManager] = nullcontext if is_sharded else raising_on_all_ranks
+    replaces = training_args.do_train or script_args.overwrite_output_dir
     if training_args.do_train:
         name = "TRL's GRPOTrainer" if script_args.method == TRL else method_name(training_args)
         say(f"{name} on {data.title}")
         say(settings_table(training_args, script_args.method))
-    say(on_main_process(lambda: prompt_lines(data, trainer.processing_class)))  # reads all rows
+    say(prompt_lines(data, trainer.processing_class))
 
     before = None
     with trainer.locking_output_dir():
         if training_args.do_train:
             if not continues(training_args):
                 on_main_process(lambda: remove_earlier_run(output_dir))
-            before = _train(trainer, inputs, training_args)
+            before = _train(trainer, inputs, training_args, saving)
         if training_args.do_eval:
-            say(evaluate_after(trainer, inputs, before, training_args.do_train or overwrites(settings)))
+            say(evaluate_after(trainer, inputs, before, replaces))
             if training_args.do_train:
                 with raising_on_all_ranks():
                     trainer.save_state()  # with what was found
 
     if training_args.push_to_hub:
-        with _saving(trainer):
+        with saving():
             trainer.push_to_hub()
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
     if script_args.merge_adapter:  # last of what is saved, so that it is not published beside the adapter
@@ -85,10 +86,12 @@ def run(settings: Settings) -> None:
             say("Next: measure the model with bapo-trl evaluate.")
 
 
-def _train(trainer: Trainer, inputs: Inputs, training_args: BAPOConfig) -> Evaluation | None:
+def _train(
+    trainer: Trainer, inputs: Inputs, training_args: BAPOConfig, saving: Callable[[], AbstractContextManager]
+) -> Evaluation | None:
     """Train and save, with what the terminal says of it; return the evaluation of the start, if asked for."""
     output_dir, say = Path(training_args.output_dir), trainer.accelerator.print
-    resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
+    resume = trainer.checkpoint_to_resume(training_args.resume_from_checkpoint)
     if resume is not None:
         check_resume(resume, training_args)
         say(f"Resumes from {resume}.")
@@ -110,15 +113,9 @@ def _train(trainer: Trainer, inputs: Inputs, training_args: BAPOConfig) -> Evalu
             f"the same command with --resume_from_checkpoint true. Exit code {EXIT_CODE}."
         )
     exit_stopped(trainer)
-    with _saving(trainer):
+    with saving():
         trainer.save_model(training_args.output_dir)
         trainer.create_model_card(model_name=output_dir.resolve().name)  # peft has written one of its own
         trainer.save_state()
     say(f"Saved {training_args.output_dir}")
     return before
-
-
-def _saving(trainer: Trainer) -> AbstractContextManager:
-    """Raise on all ranks what one fails with; not under DeepSpeed and FSDP, whose ranks save together."""
-    is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    return nullcontext() if is_sharded else raising_on_all_ranks()

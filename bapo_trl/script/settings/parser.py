@@ -16,9 +16,9 @@ from ...bapo_config import BAPOConfig, own_fields
 from ...errors import InputError
 from ..commands import EVALUATE, TRAIN, Command
 from ..failures import reject
-from .arguments import BAPOScriptArguments
+from .arguments import EMBEDDED, BAPOScriptArguments
 from .methods import apply_method, without_training
-from .recipes import is_true, look_ahead
+from .recipes import DEMO_FOLDER, is_true, look_ahead
 
 
 # What TRL, transformers and this package accept beyond the annotation
@@ -69,6 +69,11 @@ def parse_arguments(arguments: Sequence[str], command: Command = TRAIN) -> Setti
         raise InputError(str(error)) from error
     script_args, training_args, model_args, dataset_args = settings
 
+    resume: Any = training_args.resume_from_checkpoint
+    resume = {"true": True, "false": None}.get(str(resume).lower(), resume)  # else a folder
+    training_args.resume_from_checkpoint = resume
+    is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER  # nobody's work
+    script_args.overwrite_output_dir |= is_demo
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
     if not training_args.do_train:  # drops a recipe's settings for training
