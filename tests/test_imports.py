@@ -58,7 +58,7 @@ def test_imports_are_found():
     assert {"bapo_trl.replay.buffer.ReplayBuffer", "bapo_trl.report.runs.read_settings"} <= {
         *imported("replay"), *imported("script"), *imported("bapo_trainer")
     }  # fmt: skip
-    assert {"bapo_trainer", "losses", "errors", "checkpoints"} <= CORE
+    assert {"bapo_trainer", "batch", "errors", "checkpoints"} <= CORE
 
 
 def test_the_script_knows_public_names_alone():

@@ -1,6 +1,7 @@
 """Log-probabilities of samples under the current policy, outside the loss."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ PROBE = "1+2=3, 2+3=5, 3+4=7, 4+5=9"
 
 @torch.no_grad()
 def score(
-    trainer: Any, batch: dict[str, Any], compute_entropy: bool = False, batch_size: int | None = None
+    trainer: Any, batch: Mapping[str, Any], compute_entropy: bool = False, batch_size: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probabilities and entropies, `(B, T)` each, of TRL's batch, `batch_size` samples at a time."""
     with without_gradient_checkpointing(trainer.model):
@@ -41,7 +42,7 @@ def pad_tokens(trainer: Any, prompts: list[list[int]], completions: list[list[in
     return pad_completions(prompts, completions, trainer._tokenizer.pad_token_id, trainer.accelerator.device)
 
 
-def score_ahead(trainer: Any, micro_batches: list[dict[str, Any]], compute_entropy: bool) -> list[tuple]:
+def score_ahead(trainer: Any, micro_batches: Sequence[Mapping[str, Any]], compute_entropy: bool) -> list[tuple]:
     """Return log-probabilities and entropies of micro-batches, as their losses will compute them: same dropout."""
     # The losses run their forward passes in the same order, from the same random state
     with forked_random_state(trainer.accelerator.device, trainer.model):
