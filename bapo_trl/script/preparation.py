@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from ..inputs.generation_config import check_can_be_saved, check_for_partial_rol
 from ..inputs.prompt_checks import check_number_of_prompts
 from ..report.callback import ReportCallback
 from ..upstream.cpu_speed import base_dtype
+from ..vllm_server.mismatch import trl_sampler_for
 from .console import ProgressBar
 from .data.columns import format_data
 from .data.load import Data, load_data
@@ -104,16 +106,17 @@ def make_trainer(settings: Settings, inputs: Inputs) -> Trainer:
     if script_args.method == TRL:
         trainer_class, training_args = EvaluatedGRPOTrainer, copy(training_args)
         training_args.epsilon = GRPOConfig.epsilon  # which `BAPOTrainer` sets from its bounds
-    trainer = trainer_class(
-        model,
-        inputs.reward_funcs,
-        training_args,
-        train_dataset=data.prompts,
-        eval_dataset=eval_dataset,
-        processing_class=inputs.processing_class,
-        quantization_config=quantization,
-        peft_config=peft_config,
-    )
+    with trl_sampler_for(training_args) if script_args.method == TRL else nullcontext():
+        trainer = trainer_class(
+            model,
+            inputs.reward_funcs,
+            training_args,
+            train_dataset=data.prompts,
+            eval_dataset=eval_dataset,
+            processing_class=inputs.processing_class,
+            quantization_config=quantization,
+            peft_config=peft_config,
+        )
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         if sys.stderr.isatty():
