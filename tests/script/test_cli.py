@@ -12,7 +12,8 @@ from tests.helpers.commands import ROOT, ends, run_command, succeeded
 
 SERVER = """
 import json, os, sys
-print(json.dumps({"flags": sys.argv[1:], "development": os.environ["VLLM_SERVER_DEV_MODE"], "pid": os.getpid()}))
+found = {"development": os.environ["VLLM_SERVER_DEV_MODE"], "prompts": os.environ["VLLM_MAX_COMPLETION_PROMPTS"]}
+print(json.dumps({"flags": sys.argv[1:], "pid": os.getpid(), **found}))
 sys.exit(3)
 """
 
@@ -90,6 +91,7 @@ def test_the_server_is_vllm_on_the_loopback_address(vllm):
     assert result.returncode == 3  # vLLM's own
     assert result.stderr == ""
     assert server["development"] == "1"  # the endpoints through which weights come in
+    assert int(server["prompts"]) >= 4096  # of a request: partial rollouts send each sample of a rollout batch
     assert "--enable-scale-out" not in server["flags"]
     settings = {
         "serve": "org/model", "--host": "127.0.0.1", "--port": "8000", "--logprobs-mode": "processed_logprobs",

@@ -1,4 +1,4 @@
-"""Trainer side of the weight transfer over gloo: client of a vLLM server for CPUs."""
+"""Trainer side of the weight transfer over gloo: clients of a vLLM server for CPUs."""
 
 import atexit
 import gc
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
 from bapo_trl.vllm_server.client import ServerClient
@@ -17,14 +19,18 @@ from .weight_group import broadcast, join_weight_group, open_weight_store
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")  # noqa: S104 - TRL's name for this host
 
 
-class GlooVLLMClient(ServerClient):
+class GlooClient(VLLMClient):
     """
-    [`~bapo_trl.vllm_server.client.ServerClient`] that sends weights over gloo instead of NCCL.
+    TRL's [`~trl.generation.vllm_client.VLLMClient`] that sends weights over gloo instead of NCCL.
 
-    The server must use the backend `gloo`.
+    The server must use the backend `gloo`. For TRL's own trainers, put it in place of TRL's client before the trainer
+    is made: `trl.generation.vllm_generation.VLLMClient = GlooClient`.
     """
 
-    def _join_group(self, *args, **kwargs):
+    communicator: Any
+    request_timeout_s: float = 1500.0
+
+    def init_communicator(self, *args, **kwargs):
         config = self.get_server_info()["weight_transfer_config"]
         backend = None if config is None else config["backend"]
         if backend != "gloo":
@@ -48,7 +54,7 @@ class GlooVLLMClient(ServerClient):
             self.communicator = join_weight_group(store, 0, world_size, timeout, lambda: _raise_if_failed(answer))
         atexit.register(self.close_communicator)
 
-    def _send_weights(self, metadata, named_params, *args, **kwargs):
+    def update_named_params(self, metadata, named_params, *args, **kwargs):
         names, dtype_names, shapes = (list(field) for field in zip(*metadata, strict=True))
         update_info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
         if not self._updating_weights:
@@ -75,6 +81,15 @@ class GlooVLLMClient(ServerClient):
             answer.result()
         finally:
             executor.shutdown(wait=False)  # after an error, the server may never answer
+
+
+class GlooVLLMClient(ServerClient):
+    """[`~bapo_trl.vllm_server.client.ServerClient`] that sends weights over gloo, as [`GlooClient`] does."""
+
+    _join_group = GlooClient.init_communicator
+    _send_weights = GlooClient.update_named_params
+    close_communicator = GlooClient.close_communicator
+    _posting = GlooClient._posting
 
 
 def _raise_if_failed(answer: Future) -> None:
