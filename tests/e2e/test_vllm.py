@@ -203,6 +203,7 @@ def test_the_method_trl_trains_over_a_server_on_a_cpu(tmp_path, server):
         "vllm_server_port": server.port, "vllm_group_port": free_port(), "max_steps": 3, "max_completion_length": 4,
         "num_generations": 4, "per_device_train_batch_size": 8, "use_cpu": True, "gradient_accumulation_steps": 1,
         "bf16": False, "report_to": "none", "output_dir": tmp_path / "out", "learning_rate": 1e-3,
+        "logging_steps": 1,
     }  # fmt: skip
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
     succeeded(run_python(["-m", "bapo_trl", "train", *flags]))
