@@ -145,6 +145,7 @@ def test_no_weight_is_constant_where_there_are_bounds_to_search_or_no_weights(tm
     assert not BAPOConfig(tmp_path, **CPU, loss_type="vespo").has_constant_weight
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("loss_type", UNCLIPPED)
 def test_without_a_weight_a_loss_without_bounds_equals_grpo_trainer_bit_for_bit(tmp_path, loss_type):
     settings = {"loss_type": loss_type, "max_steps": 3, **UNCLIPPED[loss_type]}
@@ -267,6 +268,7 @@ def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_totals(
     assert sum(update[0]["bounds"].negative_weight < 1 for update in carried_run.updates) > 2
 
 
+@pytest.mark.trainings
 def test_a_constant_added_to_each_reward_changes_no_bound(tmp_path):
     """It changes no advantage but for rounding, and flat curves do not tell what a bound would clip."""
     highs = []
@@ -340,6 +342,7 @@ def test_whether_the_target_is_met_is_what_the_forecast_says(carried_run):
     assert any(log["bapo/positive_share"] < CARRIED["positive_contribution_target"] for log in logs)
 
 
+@pytest.mark.trainings
 def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_them(tmp_path):
     settings = {**CARRIED, "save_strategy": "steps", "save_steps": 4}
     straight = toy_run(tmp_path / "straight", **settings)

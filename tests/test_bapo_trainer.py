@@ -204,6 +204,7 @@ def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path):
     assert trainer.compute_loss(trainer.model, batch).isfinite()
 
 
+@pytest.mark.trainings
 def test_a_second_call_to_train_starts_over(tmp_path):
     trainer = trained(tmp_path, max_steps=2)
     trainer.updates = [[]]
@@ -227,6 +228,7 @@ class Interrupted(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.trainings
 def test_a_run_after_an_aborted_one_is_that_of_a_new_trainer(tmp_path):
     """Frozen weights: what differs would come from the run before."""
     settings = {

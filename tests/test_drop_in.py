@@ -177,6 +177,7 @@ def train_both_on_a_rank(folder: str) -> None:
     finish(trainer, folder, **results)
 
 
+@pytest.mark.processes
 def test_turns_of_different_number_on_each_rank(tmp_path):
     succeeded(run_function(train_both_on_a_rank, tmp_path, ranks=2, timeout_s=180))
     for rank, turns in zip(read_ranks(tmp_path), (2, 4), strict=True):

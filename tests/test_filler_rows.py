@@ -112,6 +112,7 @@ def are_those_of_the_samples(found, expected, num_rows, full: int) -> None:
     assert any(0 < count < full and gradient.any() for count, gradient in zip(num_rows, expected, strict=True))
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("case", "full", "settings"),
     [
@@ -129,6 +130,7 @@ def test_the_gradient_of_an_update_is_that_of_its_samples(tmp_path, case, full, 
     are_those_of_the_samples(trainer.found, trainer.expected, trainer.num_rows, full)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(("passes", "num_rows"), [(1, [12 + 24, 24 + 24]), (2, [2 * 12, 2 * 24])])
 def test_an_update_of_two_passes_counts_the_rows_of_both(tmp_path, passes, num_rows):
     """6 micro-batches of 4 rows a pass, 12 an update: over 12 samples at first, the next generation has 24."""

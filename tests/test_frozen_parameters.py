@@ -121,6 +121,7 @@ def test_scoring_the_reference_lets_the_frozen_half_of_an_adapter_be(saved, tmp_
     assert len(norms) == 2
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("is_saved", [True, False], ids=["reference a copy", "reference the base"])
 def test_a_resumed_run_trains_the_same_half_of_an_adapter(saved, tmp_path, is_saved):
     settings = {"beta": 0.1, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}

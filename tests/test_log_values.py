@@ -76,6 +76,7 @@ def assert_lines_cover(lines: list[dict], updates: list[dict]) -> None:
                 assert line[name] == pytest.approx(sum(values) / len(values), rel=1e-6, abs=ROUNDING), name
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("run", [toy_run, cut_off_run], ids=["trained", "some updates masked"])
 def test_a_line_has_the_largest_maximum_the_smallest_minimum_and_means_of_what_is_defined(tmp_path, run):
     # A line is a mean over micro-batches. With one per update, it equals the mean over updates even if some are masked
@@ -221,6 +222,7 @@ def test_a_run_logs_bounds_and_search_where_there_are_some(tmp_path, settings, l
     assert log["bapo/positive_share"] > 0
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("masked", [0, 1])
 def test_a_log_line_within_an_update_takes_the_values_so_far(tmp_path, masked, monkeypatch):
     """Of two micro-batches, one without a token, the first is in one line, and the second in another."""

@@ -23,6 +23,7 @@ LOKR = LoKrConfig(r=4, target_modules="all-linear", init_weights=False, module_d
 # The model afterwards
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     "args",
     [

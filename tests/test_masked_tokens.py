@@ -106,6 +106,7 @@ def test_a_masked_token_changes_no_update_under_any_loss(tmp_path, model, loss_t
     is_as_without_them(tmp_path, model, trainer_class, loss_type=loss_type, importance_sampling_level=level)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("trainer_class", "settings"),
     [
@@ -121,6 +122,7 @@ def test_a_masked_token_changes_no_update_under_other_settings(tmp_path, model, 
     is_as_without_them(tmp_path, model, trainer_class, **settings)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("settings", [{}, {"loss_type": "vespo"}, {"off_policy_mask_threshold": 0.3}], ids=str)
 def test_a_masked_token_changes_no_update_with_vllms_correction(tmp_path, model, settings):
     is_as_without_them(tmp_path, model, FarCorrected, Corrected, **AHEAD, **settings)

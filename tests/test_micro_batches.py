@@ -78,6 +78,7 @@ def assert_same_training(trainers) -> None:
         torch.testing.assert_close(weights(trainer), weights(padded), rtol=0, atol=1e-5)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     "settings",
     [
@@ -110,6 +111,7 @@ def test_weights_after_eight_updates_are_those_of_padded_micro_batches(tmp_path,
     assert computed[0] > computed[2]
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_partial_rollouts(tmp_path, loss_type):
     settings = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "loss_type": loss_type}
@@ -117,6 +119,7 @@ def test_partial_rollouts(tmp_path, loss_type):
     assert_same_training([train(tmp_path, layout, **settings) for layout in ("padded", *NARROWER)])
 
 
+@pytest.mark.trainings
 def test_the_kl_term(tmp_path):
     ending_model().save_pretrained(tmp_path / "model")  # where TRL finds the reference
     settings = {"model": str(tmp_path / "model"), "beta": 0.1, "loss_type": "grpo"}
@@ -126,6 +129,7 @@ def test_the_kl_term(tmp_path):
     assert training_logs(trainers[0])[-1]["kl"] > 1e-3
 
 
+@pytest.mark.trainings
 def test_overlapped_generation(tmp_path):
     layouts = ("padded", "balanced")
     assert_same_training(
@@ -133,6 +137,7 @@ def test_overlapped_generation(tmp_path):
     )
 
 
+@pytest.mark.trainings
 def test_the_loss_of_a_router(tmp_path):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True}
     of_toy = toy_model().config.to_dict()
@@ -145,6 +150,7 @@ def test_the_loss_of_a_router(tmp_path):
     assert_same_training([train(tmp_path, layout, model()) for layout in ("padded", *NARROWER)])
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("settings", [{}, {"replay_fraction": 0.5}, {"beta": 0.1}], ids=str)
 def test_prompts_and_sampled_tokens_are_those_of_padded_micro_batches(tmp_path, settings):
     sampled = {}
@@ -163,6 +169,7 @@ def test_prompts_and_sampled_tokens_are_those_of_padded_micro_batches(tmp_path, 
     assert sampled["balanced"] == sampled["padded"]
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_and_sliding_windows(tmp_path, attention):
     def model():
@@ -199,6 +206,7 @@ def test_turns_of_an_environment(tmp_path):
     assert_same_training([train(tmp_path, layout, **settings) for layout in ("padded", *NARROWER)])
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("scope", ["batch", "carried_over"])
 def test_the_search_finds_the_bounds_of_padded_micro_batches(tmp_path, scope):
     logs = [training_logs(train(tmp_path, layout, search_scope=scope, loss_type="dapo")) for layout in LAYOUTS]
@@ -230,6 +238,7 @@ def test_samples_without_an_advantage_are_not_computed(tmp_path, skips):
             assert (first + second) / 2 == pytest.approx(log["frac_reward_zero_std"])
 
 
+@pytest.mark.trainings
 def test_groups_of_equal_rewards_with_an_advantage_by_rounding_are_trained_as_with_trl(tmp_path):
     """The float32 mean of seven equal rewards is another number, and TRL divides the difference by almost 0."""
     sizes = {"num_generations": 7, "per_device_train_batch_size": 7}
@@ -239,6 +248,7 @@ def test_groups_of_equal_rewards_with_an_advantage_by_rounding_are_trained_as_wi
     assert {log["padding/skipped"] for log in training_logs(trainers[-1])} == {0}
 
 
+@pytest.mark.trainings
 def test_an_update_without_a_gradient_moves_the_weights_as_with_trl(tmp_path):
     """Momentum and weight decay go on."""
 

@@ -141,6 +141,7 @@ def test_over_a_server_the_weights_count_apart_from_the_generation(tmp_path, mon
     assert logs[4]["time/weights"] > 2
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("method", ["grpo", "trl"])
 def test_a_report_that_is_drawn_at_a_save_counts_in_no_clock(tmp_path, monkeypatch, time, method):
     fill_folder(tmp_path, monkeypatch)

@@ -36,6 +36,7 @@ def test_a_model_that_was_changed_in_memory_is_not_the_reference(tmp_path, folde
     assert "at the first update" in message
 
 
+@pytest.mark.trainings
 def test_the_folder_and_new_adapters_are_the_reference(tmp_path, folder):
     adapters = [
         None,

@@ -140,6 +140,7 @@ def test_an_adapter_with_other_settings_is_rejected(adapted, tmp_path, name, fie
         toy_run(tmp_path, with_adapter(name, **{field: value}), resume=resume, **{**SAVED, "max_steps": 2})
 
 
+@pytest.mark.trainings
 def test_patience_is_not_renewed_by_a_resume(tmp_path):
     """Each evaluation finds reward 1: the first is the best, and updates 2, 3 and 4 find nothing better."""
 

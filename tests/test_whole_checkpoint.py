@@ -89,6 +89,7 @@ def cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("args", [{}, {"save_only_model": True}], ids=str)
 def test_the_manifest_lists_what_the_parents_save_and_nothing_else_is_left(tmp_path, args):
     saved(tmp_path / "plain", GRPOTrainer, max_steps=2, **args)

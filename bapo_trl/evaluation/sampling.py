@@ -161,9 +161,9 @@ class EvaluatedTrainer(SamplesCompletions, BAPOTrainer):
 class EvaluatedGRPOTrainer(SamplesCompletions, TimedTrainer, AtomicCheckpoints):
     """TRL's [`~trl.GRPOTrainer`] with what an evaluation needs, the `time/*` metrics, and atomic checkpoints."""
 
-    def __init__(self, model, reward_funcs, args, **kwargs):
+    def __init__(self, model, reward_funcs, args, *others, **kwargs):
         with trl_sampler_for(args):
-            super().__init__(model, reward_funcs, args, **kwargs)
+            super().__init__(model, reward_funcs, args, *others, **kwargs)
         parts = {"_prepare_inputs": "other", "_generate": "generation", "_calculate_rewards": "rewards"}
         for name, phase in parts.items():
             vars(self)[name] = self.phase_clock.timed(getattr(self, name), phase)

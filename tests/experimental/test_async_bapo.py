@@ -51,6 +51,7 @@ def without_times(log):
     return {name: value for name, value in log.items() if not any(part in name for part in of_time)}
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("settings", [{}, {"token_budget": 60}, {"gradient_checkpointing": False}], ids=str)
 def test_with_fixed_bounds_it_is_trls_trainer(tmp_path, samples, settings):
     ours = trained(tmp_path / "ours", samples, **GRPO_BOUNDS, **settings)

@@ -135,6 +135,7 @@ def test_rows_that_keep_the_shape_of_a_batch_are_not_counted_as_untrained(tmp_pa
     assert [log["replay/untrained"] for log in logs] == [0] * len(logs)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_generation_that_a_resume_makes_again_leaves_the_queue_as_it_was_saved(tmp_path, passes):
     args = {**REPLAY, "num_iterations": passes, "replay_max_reuse": 9, "steps_per_generation": 8, "max_steps": 8}
@@ -195,6 +196,7 @@ def test_metrics_of_the_queue_and_the_number_of_items_are_those_of_the_batch_tha
         assert {items for items, _ in of_pass} == {sum(tokens for _, tokens in of_pass)}
 
 
+@pytest.mark.trainings
 def test_a_replayed_row_keeps_the_log_probabilities_of_its_policy_and_of_the_reference(tmp_path):
     trainer = toy_run(tmp_path, saved_model(tmp_path), Recording, beta=0.1, **REPLAY)
     model, weights = toy_model().eval(), trainer.weights
@@ -262,6 +264,7 @@ def train_on_a_rank(folder: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.processes
 def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
     succeeded(run_function(train_on_a_rank, tmp_path, ranks=2))
     ranks = read_ranks(tmp_path)

@@ -102,6 +102,7 @@ def run_with_ties(tmp_path, reward_funcs, **args):
     return trainer, list(zip(advantages, ties, fractions, strict=True))
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("reward_funcs", "args"),
     [

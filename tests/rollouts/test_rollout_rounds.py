@@ -300,6 +300,7 @@ def test_a_group_lives_on_one_rank(tmp_path, monkeypatch):
 SAVES = {"save_strategy": "steps", "save_steps": 3}
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.5, "num_iterations": 2}], ids=["fresh", "replay"])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, replay):
     settings = {**SAVES, **replay, "max_steps": 18, "save_steps": 6}

@@ -162,6 +162,7 @@ def rollouts(prompts, trainer):
     }
 
 
+@pytest.mark.trainings
 @pytest.mark.filterwarnings("ignore:.*no clip bound has any effect", "ignore:You are using 'rollout_func'")
 @pytest.mark.parametrize("is_on_policy", [False, True])
 def test_a_rollout_function_without_vllm_trains_as_under_grpo(tmp_path, is_on_policy):

@@ -127,6 +127,7 @@ def test_a_base_that_is_stored_in_4_bits(monkeypatch, tmp_path):
     assert not ScriptedLLM.made  # which takes minutes
 
 
+@pytest.mark.trainings
 def test_the_limit_of_the_difference_from_the_sampler_is_doubled(monkeypatch, tmp_path):
     def trained(tolerance):
         trainer, _ = trainer_with(monkeypatch, tmp_path, NF4, max_steps=1, vllm_logp_tolerance=tolerance)

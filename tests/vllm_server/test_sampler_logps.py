@@ -25,6 +25,7 @@ def run(monkeypatch, folder, server=FakeVLLM, **settings):
     return trainer
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     "settings",
     [
