@@ -319,6 +319,7 @@ def test_carried_curves_need_no_forward_pass_whether_or_not_the_ratios_are_one(t
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(("dropout", "args"), [(0.3, {}), (0.0, {"replay_fraction": 0.5})])
 def test_an_update_of_one_micro_batch_is_never_looked_ahead_at(tmp_path, dropout, args):
     """Each is searched over its own tokens: the loss has scored them by then."""

@@ -197,6 +197,7 @@ def test_off_policy_mask_reads_the_log_probs_of_a_rollout_func(tmp_path):
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
+@pytest.mark.trainings
 def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path):
     trainer = toy_run(tmp_path, max_steps=1)
     batch, trainer._buffered_inputs = trainer._buffered_inputs[0], None
@@ -247,6 +248,7 @@ def test_a_run_after_an_aborted_one_is_that_of_a_new_trainer(tmp_path):
     assert new.entropy_coef == again.entropy_coef > 0.1
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -81,6 +81,7 @@ def test_the_documented_list_is_read():
     assert not REFUSED & {"index_add", "scatter_add", "gather", "index_put"}  # these have a deterministic version
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     "args",
     [

@@ -28,6 +28,7 @@ def with_settings(make_model=toy_model, **settings):
     return model
 
 
+@pytest.mark.trainings
 def test_what_trl_sets_itself_is_not_taken_from_the_model(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Samples are drawn with")

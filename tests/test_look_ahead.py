@@ -74,6 +74,7 @@ def test_the_random_states_of_all_devices_of_the_model_are_given_back(monkeypatc
 # What is random in a forward pass
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("model", "args"),
     [

@@ -94,6 +94,7 @@ def is_as_without_them(folder, model, trainer_class=FarMasked, other_class=BAPOT
     assert max(log["grad_norm"] for log in training_logs(found)) > 0
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("loss_type", "level", "trainer_class"),
     [
@@ -137,6 +138,7 @@ def test_with_fixed_bounds_the_weights_are_those_of_grpo_trainer_bit_for_bit(tmp
     assert_same_logs(expected, found)
 
 
+@pytest.mark.trainings
 def test_a_masked_token_that_the_policy_cannot_write_changes_nothing(tmp_path, model, monkeypatch):
     (seven,) = character_tokenizer()("7")["input_ids"]
     expected = run(tmp_path, model, BAPOTrainer, micro_batch_layout="padded")

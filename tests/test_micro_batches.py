@@ -179,6 +179,7 @@ def test_attention_and_sliding_windows(tmp_path, attention):
     assert_same_training([train(tmp_path, layout, model()) for layout in ("padded", *NARROWER)])
 
 
+@pytest.mark.trainings
 def test_positions_that_count_padding_keep_it(tmp_path):
     """GPT-2: the padding before a prompt moves its tokens, so it stays, and the ratios of fresh samples are 1."""
 
@@ -200,6 +201,7 @@ def test_positions_that_count_padding_keep_it(tmp_path):
         assert len({shape[2] for shape in trainer.shapes[:4]}) == 1
 
 
+@pytest.mark.trainings
 def test_turns_of_an_environment(tmp_path):
     """Its tokens stand between those of the policy, and have no part in the loss."""
     settings = {"trainer_args": {"rollout_func": multi_turn}, "max_completion_length": 4, "loss_type": "grpo"}
@@ -218,6 +220,7 @@ def test_the_search_finds_the_bounds_of_padded_micro_batches(tmp_path, scope):
 # What is computed
 
 
+@pytest.mark.trainings
 def test_a_short_sample_shares_a_micro_batch_with_more_and_a_long_one_with_fewer(tmp_path):
     shapes = {layout: train(tmp_path, layout, loss_type="dapo", beta=0.0).shapes for layout in LAYOUTS}
     assert {rows for rows, *_ in shapes["padded"]} == {6}
@@ -285,6 +288,7 @@ def test_two_ranks_of_unequal_lengths(tmp_path, settings):
     assert len(set(first["rows of balanced"])) > 1 or settings["loss_type"] == "bnpo"
 
 
+@pytest.mark.trainings
 def test_the_reason_why_micro_batches_are_not_balanced_is_said_once(tmp_path, capsys):
     train(tmp_path, "balanced", loss_type="bnpo")
     printed = capsys.readouterr().out
@@ -293,6 +297,7 @@ def test_the_reason_why_micro_batches_are_not_balanced_is_said_once(tmp_path, ca
     assert "not balanced" not in capsys.readouterr().out
 
 
+@pytest.mark.trainings
 def test_a_key_that_the_layout_does_not_know_keeps_samples_where_they_are(tmp_path, capsys):
     class OwnKey(Lengths):
         def _generate_and_score_completions(self, inputs):

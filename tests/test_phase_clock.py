@@ -128,6 +128,7 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time(tmp_path, monkeypatch, time
     assert phases["weights"] == phases["waiting"] == [0] * 8
 
 
+@pytest.mark.trainings
 def test_over_a_server_the_weights_count_apart_from_the_generation(tmp_path, monkeypatch, time):
     class Server(FakeVLLM):
         sync_weights = time.passing(FakeVLLM.sync_weights, 2)

@@ -42,6 +42,7 @@ def history(trainer):
     return [{name: value for name, value in log.items() if name not in left_out} for log in trainer.state.log_history]
 
 
+@pytest.mark.trainings
 def test_a_checkpoint_holds_the_reference_model_as_it_was_synchronized(synced):
     folder, _ = synced
     expected = load_file(folder / "model" / "model.safetensors")
@@ -60,6 +61,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_with_its_reference_and_its_logs(
     assert history(resumed) == history(straight)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_a_checkpoint_without_the_reference_model_gives_a_warning(synced, tmp_path, save_only_model):
     folder, _ = synced
@@ -73,6 +75,7 @@ def test_a_checkpoint_without_the_reference_model_gives_a_warning(synced, tmp_pa
         toy_run(tmp_path, str(folder / "model"), resume=True, **{**SYNCED, "max_steps": 3})
 
 
+@pytest.mark.trainings
 def test_the_reference_of_a_saved_adapter_is_the_one_that_it_started_from(tmp_path):
     lora = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     get_peft_model(toy_model(), lora).save_pretrained(tmp_path / "adapter")
@@ -103,6 +106,7 @@ def optimized(tmp_path_factory):
     return folder
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(("before", "after"), [("adamw_torch", "sgd"), ("sgd", "adamw_torch"), ("sgd", "adafactor")])
 def test_another_optimizer_is_named(optimized, tmp_path, before, after):
     checkpoint = str(optimized / before / "checkpoint-1")
@@ -126,6 +130,7 @@ def adapted(tmp_path_factory):
     return folder
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("name", ["default", "mine"])
 @pytest.mark.parametrize(
     ("field", "value"),

@@ -34,7 +34,7 @@ SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 @pytest.mark.parametrize(
     ("kind", "which", "count", "ranks"),
     [
-        ("replay", "one", 1, {1}),
+        pytest.param("replay", "one", 1, {1}, marks=pytest.mark.processes),
         *(
             pytest.param(*case, marks=pytest.mark.kills)
             for case in (
@@ -259,6 +259,7 @@ def test_a_push_takes_complete_checkpoints_under_their_names_and_nothing_of_a_ru
     assert len(hub.uploads) == 2 * len(pushed)
 
 
+@pytest.mark.trainings
 def test_a_flush_that_finds_no_room_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     fsync = os.fsync
 

@@ -122,6 +122,7 @@ def test_a_log_says_where_the_time_went(tmp_path, samples, monkeypatch):
         assert seconds == {"weights": 3, "waiting": 5, "training": 14}
 
 
+@pytest.mark.trainings
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, samples):
     """Rollouts are TRL's: the script goes on where the first run had trained its samples."""
     size = {"save_strategy": "steps", "save_steps": 2, "positive_contribution_target": 0.35}

@@ -99,6 +99,7 @@ def spied(tmp_path, **args) -> Spy:
     return trainer
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     "args",
     [
@@ -116,6 +117,7 @@ def test_trained_rows_were_generated_and_stay_within_the_limits_and_no_update_is
     assert "replay_zero_advantage" in args or all(log.get("replay/masked", 0) == 0 for log in logs)
 
 
+@pytest.mark.trainings
 def test_controlled_staleness(tmp_path):
     trainer = spied(tmp_path, replay_fraction=1.0, replay_min_staleness=4, max_steps=20)
     ages = [age for _, age, _ in trainer.trained]
@@ -127,6 +129,7 @@ def test_controlled_staleness(tmp_path):
 TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 60}
 
 
+@pytest.mark.trainings
 def test_rows_that_keep_the_shape_of_a_batch_are_not_counted_as_untrained(tmp_path):
     args = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "replay_max_reuse": 4}
     trainer = toy_run(tmp_path, trainer_class=Spy, **{**REPLAY, **args})
@@ -162,6 +165,7 @@ def test_a_generation_that_a_resume_makes_again_leaves_the_queue_as_it_was_saved
     assert after[-1] != loaded
 
 
+@pytest.mark.trainings
 def test_rows_without_a_trained_token_give_their_place_and_stay_out_of_the_queue(tmp_path):
     args = {**REPLAY, **TRUNCATED, "replay_fraction": 0.0, "replay_zero_advantage": True}
     trainer = toy_run(tmp_path, trainer_class=Spy, **args)
@@ -181,6 +185,7 @@ def test_rows_without_a_trained_token_give_their_place_and_stay_out_of_the_queue
     assert [items for items, _ in trainer.items[::4]] == trained
 
 
+@pytest.mark.trainings
 def test_metrics_of_the_queue_and_the_number_of_items_are_those_of_the_batch_that_is_trained(tmp_path):
     trainer = spied(tmp_path, num_iterations=2, replay_capacity=60, micro_batch_layout="padded")
     drawn = [log for log in training_logs(trainer) if "replay/size" in log]

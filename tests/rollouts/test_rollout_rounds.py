@@ -159,6 +159,7 @@ def test_every_prompt_is_trained_once_and_each_token_scored_by_the_policy_that_s
     assert sorted([*trained[::2], *parked_prompts(trainer)]) == sorted(trainer.prompts)
 
 
+@pytest.mark.trainings
 def test_a_prompt_is_that_after_which_its_completions_were_sampled(tmp_path):
     """A chat template may show the date: here it shows how often it was rendered, modulo 10."""
     tokenizer, renderings = character_tokenizer(), count()
@@ -232,6 +233,7 @@ def test_a_completion_ends_at_the_window_of_the_sampler(monkeypatch, tmp_path):
     assert len(at_window) > 3
 
 
+@pytest.mark.trainings
 def test_evaluation_in_between_samples_beyond_the_chunk_and_touches_neither_pool_nor_queue(tmp_path):
     class Untouched(Recording):
         def evaluation_loop(self, *args, **kwargs):
@@ -325,6 +327,7 @@ def emitting_into(emitted: list[list[str]]) -> type[Recording]:
     return with_rollouts(Emitting)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     "replay",
     [{}, pytest.param({"replay_fraction": 0.25, "num_iterations": 2}, marks=pytest.mark.trainings)],
@@ -447,6 +450,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
         assert token_ids == list(range(prompt_ids[-1] - 1, 0, -1))
 
 
+@pytest.mark.trainings
 def test_a_save_in_the_middle_of_a_generation_is_of_the_pool_before_it(tmp_path):
     """As where a server is gone: the resumed run generates it again, whatever was trained before."""
     saved = []

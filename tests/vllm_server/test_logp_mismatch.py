@@ -108,6 +108,7 @@ def test_the_sampler_is_compared_at_every_generation(tmp_path, steps_per_generat
         assert log["sampling/raw_importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.trainings
 def test_a_difference_beyond_the_tolerance_stops_the_training(tmp_path):
     with pytest.raises(RuntimeError, match=r"differ by 0\.2 nats per token .*`vllm_logp_tolerance` is 0\.1"):
         toy_trainer(tmp_path, trainer_class=Wrong).train()
@@ -179,6 +180,7 @@ def test_a_rollout_function_without_vllm_trains_as_under_grpo(tmp_path, is_on_po
     assert not any(name in log for log in training_logs(bapo) for name in MISMATCH_METRICS)
 
 
+@pytest.mark.trainings
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 def test_placeholders_over_vllm_are_not_compared_without_a_correction(monkeypatch, tmp_path):
     parts = {"trainer_args": {"rollout_func": rollouts}, "max_steps": 1}
