@@ -11,6 +11,7 @@ from trl import GRPOConfig
 from bapo_trl import BAPOConfig
 from bapo_trl.bapo_config import own_fields
 from bapo_trl.errors import InputError
+from bapo_trl.inputs.reward_checks import distinct_names
 from tests.helpers.toy import CPU
 
 
@@ -115,3 +116,17 @@ def test_every_whole_number_is_one(number):
         value = getattr(config(**{f.name: number(min(f.default, 200))}), f.name)
         assert type(value) is int
     assert type(config(replay_fraction=number(1)).replay_fraction) is float
+
+
+def test_a_buffer_needs_room_for_what_is_drawn_only():
+    settings = {
+        "per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 1,
+        "steps_per_generation": 4, "replay_fraction": 0.25, "replay_min_staleness": 8,
+    }  # fmt: skip
+    config(**settings, replay_capacity=20)  # a generation step of 16, and the 4 that are drawn
+    with pytest.raises(ValueError, match="Set it to at least 20"):
+        config(**settings, replay_capacity=19)
+
+
+def test_numbered_names_of_rewards_avoid_names_that_are_taken():
+    assert distinct_names(["a", "a", "a_1", "b"]) == ["a_2", "a_3", "a_1", "b"]

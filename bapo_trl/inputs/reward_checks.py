@@ -1,6 +1,7 @@
 """Checks of rewards that TRL would train on without an error, such as infinity or the keys of a dictionary."""
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -128,7 +129,9 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
     TRL logs rewards by name, and would mix the rewards of functions with the same name.
     """
-    return [
-        name if names.count(name) == 1 else f"{name}_{names[: place + 1].count(name)}"
-        for place, name in enumerate(names)
-    ]
+    distinct: list[str] = []
+    for name in names:
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        free = (each for each in numbered if each not in names and each not in distinct)
+        distinct.append(name if names.count(name) == 1 else next(free))
+    return distinct

@@ -206,12 +206,15 @@ def _check_replay(config: Any) -> None:
     updates, stalest = config.updates_per_pass, config.replay_min_staleness
     versions = updates * config.num_iterations
     ago = max(1, math.ceil(stalest / versions))
-    kept = ago if config.num_iterations == 1 else max(ago, math.ceil(max(0, stalest - updates) / versions) + 1)
-    if config.replay_capacity < kept * rows:
+    drawn = rows if config.replay_zero_advantage else round(config.replay_fraction * rows)
+    needed = max(rows, (ago - 1) * rows + drawn)
+    if config.num_iterations > 1:
+        needed = max(needed, (math.ceil(max(0, stalest - updates) / versions) + 1) * rows)
+    if config.replay_capacity < needed:
         raise InputError(
-            f"`replay_capacity` is {config.replay_capacity}, but each rank must hold {kept * rows} samples ({rows} of "
-            f"each of {kept} generation steps), so that enough of them have a staleness of `replay_min_staleness` "
-            f"({stalest}). Set it to at least {kept * rows}."
+            f"`replay_capacity` is {config.replay_capacity}, but each rank must hold {needed} samples ({rows} a "
+            f"generation step), so that enough of them have a staleness of `replay_min_staleness` ({stalest}). Set "
+            f"it to at least {needed}."
         )
     oldest = ago * versions + updates - 1
     if config.uses_partial_rollouts or config.overlap_generation:  # samples may enter a generation step late

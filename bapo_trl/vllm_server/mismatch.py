@@ -4,6 +4,7 @@ The log-probabilities differ slightly because of different arithmetic. A large d
 sample from the trainer's weights. Without this check, training would continue with wrong importance ratios.
 """
 
+import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -42,34 +43,37 @@ def trl_sampler_for(args: Any) -> AbstractContextManager:
     """Return a context in which TRL's own trainer creates its sampler; on a CPU, its weights are sent over gloo."""
     if not (args.use_vllm and args.vllm_mode == "server" and args.device.type == "cpu"):
         return nullcontext()
-    from bapo_trl_gloo.client import GlooClient
-
-    return _with_client(GlooClient)
+    return _with_client(_gloo_client("GlooClient"), args.vllm_request_timeout)
 
 
 def client_for(device: torch.device, request_timeout_s: float) -> AbstractContextManager:
     """Have TRL create a client with time limits that suits the device: on a CPU, it sends the weights over gloo."""
     client_class: Any
     if device.type == "cpu":
-        try:
-            from bapo_trl_gloo.client import GlooVLLMClient as client_class
-        except ModuleNotFoundError as error:
-            raise MissingPackageError(
-                f"`use_vllm` is set, but {error.name} is not installed: on a CPU, `pip install ./plugins/vllm_gloo` "
-                "in a checkout of bapo-trl."
-            ) from error
+        client_class = _gloo_client("GlooVLLMClient")
     elif find_spec("vllm") is None:  # TRL would raise an error only after loading the model
         raise MissingPackageError("`use_vllm` is set, but vllm is not installed: pip install 'bapo-trl[vllm]'.")
     else:
         from .client import ServerClient as client_class  # needs requests, as only a server does
 
-    return _with_client(type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s}))
+    return _with_client(client_class, request_timeout_s)
+
+
+def _gloo_client(name: str) -> Any:
+    try:
+        return getattr(importlib.import_module("bapo_trl_gloo.client"), name)
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"`use_vllm` is set, but {error.name} is not installed: on a CPU, `pip install ./plugins/vllm_gloo` "
+            "in a checkout of bapo-trl."
+        ) from error
 
 
 @contextmanager
-def _with_client(client_class: type) -> Iterator[None]:
+def _with_client(client_class: Any, request_timeout_s: float) -> Iterator[None]:
     original = vllm_generation.VLLMClient
-    vllm_generation.VLLMClient = client_class
+    limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
+    vllm_generation.VLLMClient = limited
     try:
         yield
     finally:
