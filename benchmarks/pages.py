@@ -588,7 +588,7 @@ def keep(folder: Path, commit: str) -> None:
         json.dumps({key: value for key, value in row.items() if value is not None}) for row in runs.values()
     )
     text = json.dumps({**head, "settings": base, "rows": "ROWS"}, indent=1).replace('"ROWS"', f"[\n{lines}\n]")
-    path.write_text(text + "\n")
+    path.write_text(text.replace(f"{ROOT}/", "") + "\n")  # an error of a run names files of the machine
 
 
 def _run_of(row: Mapping[str, Any]) -> tuple[str, str, int]:

@@ -189,16 +189,21 @@ def _draw_bars(axes: Any, panel: Panel, group: Group) -> dict[str, Any]:
 
 def _draw_accuracies(axes: Any, groups: Sequence[Group]) -> None:
     """Draw evaluations as points with 95% intervals; of a single run, the first and the last with their values."""
+    names = set()
     for index, group in enumerate(groups):
         for run in group.runs:
             steps, values = run.logs.accuracies(run.results)
             if len(steps):
+                names.add(run.logs.accuracy_name(run.results).removeprefix("eval_"))
                 axes.errorbar(steps, values[:, 0], 1.96 * values[:, 1], color=f"C{index}", marker="o", capsize=3)
             for place in {0, len(steps) - 1} if len(steps) and len(groups) == len(group.runs) == 1 else ():
                 step, (mean, error) = steps[place], values[place]
                 sign, side = (-1, "top") if mean + 1.96 * error > 0.9 else (1, "bottom")
                 at, align = (step, mean + sign * 1.96 * error), "right" if step else "left"
                 axes.annotate(f" {mean:.2f} ", at, ha=align, va=side, fontsize="small")
+    axes.set_ylabel(", ".join(sorted(names)), fontsize="small")
+    if all(name.startswith("avg@") for name in names):
+        axes.set_ylim(top=1.03)
 
 
 class Curve(NamedTuple):

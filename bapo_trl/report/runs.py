@@ -71,13 +71,7 @@ class Logs:
             results (`Mapping[str, Any]`):
                 Results of the evaluation before and after training; empty if there was none.
         """
-        measured: dict[int, dict[str, Any]] = {step: dict(log) for step, log in self._evaluations.items()}
-        for prefix, step in (("before_", 0), ("eval_", self.steps[-1] if self.steps else 0)):
-            some = {f"eval_{name.removeprefix(prefix)}": results[name] for name in results if name.startswith(prefix)}
-            if some:
-                measured.setdefault(step, {}).update(some)
-        names = [name for log in measured.values() for name in log if re.fullmatch(r"eval_avg@\d+", name)]
-        name = names[0] if names else "eval_reward"
+        measured, name = self._measured(results), self.accuracy_name(results)
         rows = [
             (step, log[name], log.get(f"{name}_stderr", 0.0))
             for step, log in sorted(measured.items())
@@ -87,6 +81,20 @@ class Logs:
             rows = []
         steps, values = [step for step, *_ in rows], [values for _, *values in rows]
         return Points(np.array(steps, int), np.array(values, float).reshape(-1, 2))
+
+    def accuracy_name(self, results: Mapping[str, Any]) -> str:
+        """Return the name of what [`Logs.accuracies`] returns: `eval_avg@k`, or `eval_reward`."""
+        names = [name for log in self._measured(results).values() for name in log]
+        return next((name for name in names if re.fullmatch(r"eval_avg@\d+", name)), "eval_reward")
+
+    def _measured(self, results: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Return what each evaluation measured, by update."""
+        measured: dict[int, dict[str, Any]] = {step: dict(log) for step, log in self._evaluations.items()}
+        for prefix, step in (("before_", 0), ("eval_", self.steps[-1] if self.steps else 0)):
+            some = {f"eval_{name.removeprefix(prefix)}": results[name] for name in results if name.startswith(prefix)}
+            if some:
+                measured.setdefault(step, {}).update(some)
+        return measured
 
 
 def is_of_updates(log: Mapping) -> bool:

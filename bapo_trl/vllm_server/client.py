@@ -200,7 +200,7 @@ class ServerClient(VLLMClient):
 
     def update_named_params(self, metadata, named_params, *args, **kwargs):
         """Send weights as in TRL; after a deferred failure, only gather the rest together with the other ranks."""
-        self._try("a weight transfer", self._send_weights, metadata, named_params, *args, **kwargs)
+        self._try("a weight transfer", super().update_named_params, metadata, named_params, *args, **kwargs)
         if self._failure is not None:
             for _ in named_params:  # the other ranks still iterate over these
                 pass
@@ -211,7 +211,7 @@ class ServerClient(VLLMClient):
 
     def init_communicator(self, *args, **kwargs):
         """Create the process group of trainer and server workers for the weight transfer."""
-        self._try("the setup of the weight transfer", self._join_group, *args, **kwargs)
+        self._try("the setup of the weight transfer", super().init_communicator, *args, **kwargs)
 
     def get_server_info(self, *args, **kwargs) -> dict:
         """Return the server's configuration as in TRL; after a deferred failure, only the entries that TRL reads."""
@@ -246,14 +246,6 @@ class ServerClient(VLLMClient):
     def check_health(self) -> None:
         """Raise an error if the server is not up."""
         requests.get(f"{self.base_url}/health", timeout=CONNECT_TIMEOUT_S).raise_for_status()
-
-    # Over NCCL
-
-    def _join_group(self, *args, **kwargs) -> None:
-        super().init_communicator(*args, **kwargs)
-
-    def _send_weights(self, metadata, named_params, *args, **kwargs) -> None:
-        super().update_named_params(metadata, named_params, *args, **kwargs)
 
     def _post(self, url: str, *args, **kwargs) -> dict:
         try:

@@ -20,6 +20,7 @@ from ..batch.sampler import SamplerLogps
 from ..clip_bounds.grid import sum_dtype
 from ..clip_bounds.reduce import DistributedSums
 from ..errors import MissingPackageError
+from ..upstream.fixes import restoring
 from .quantized import unquantized_engine
 
 
@@ -71,13 +72,10 @@ def _gloo_client(name: str) -> Any:
 
 @contextmanager
 def _with_client(client_class: Any, request_timeout_s: float) -> Iterator[None]:
-    original = vllm_generation.VLLMClient
     limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
-    vllm_generation.VLLMClient = limited
-    try:
+    with restoring([vllm_generation], "VLLMClient"):
+        vllm_generation.VLLMClient = limited
         yield
-    finally:
-        vllm_generation.VLLMClient = original
 
 
 def compare_with_sampler(

@@ -15,6 +15,7 @@ import torch
 from trl.generation import vllm_generation
 
 from ..errors import InputError
+from ..upstream.fixes import restoring
 from ..upstream.stored_model import stored_quantization
 from ..upstream.trl_compat import VLLMGeneration
 
@@ -107,7 +108,7 @@ def unquantized_engine() -> Iterator[None]:
     least.
     """
     of_trl: Any = VLLMGeneration
-    init, has_bitsandbytes = of_trl._init_vllm, vllm_generation.is_bitsandbytes_available
+    init = of_trl._init_vllm
 
     def init_unquantized(generation: Any) -> None:
         if has_quantized_layers(generation.model):  # as vLLM would load them, if they are stored quantized
@@ -118,11 +119,9 @@ def unquantized_engine() -> Iterator[None]:
         vllm_generation.is_bitsandbytes_available = lambda: False
         init(generation)
 
-    of_trl._init_vllm = init_unquantized
-    try:
+    with restoring([of_trl], "_init_vllm"), restoring([vllm_generation], "is_bitsandbytes_available"):
+        of_trl._init_vllm = init_unquantized
         yield
-    finally:
-        of_trl._init_vllm, vllm_generation.is_bitsandbytes_available = init, has_bitsandbytes
 
 
 def check_engine_memory(generation: Any, gpu_memory: int) -> None:

@@ -320,22 +320,14 @@ def client_of(server: ModelServer | None, on_wait: Callable[[int], None] = lambd
     it.
     """
 
-    class Client(ServerClient):
-        looks = 0
-
-        def check_health(self):
-            self.looks += 1
-            on_wait(self.looks)
-            super().check_health()
-            self.looks = 0
-
-        def _join_group(self, device):
+    class Transport(vllm_client.VLLMClient):
+        def init_communicator(self, device):
             self._post(f"{self.base_url}/init_weight_transfer_engine", json={})
 
         def close_communicator(self):
             self.communicator = None
 
-        def _send_weights(self, metadata, named_params):
+        def update_named_params(self, metadata, named_params):
             self._start_weight_update()
             server.received = {}
             for name, tensor in named_params:
@@ -347,6 +339,15 @@ def client_of(server: ModelServer | None, on_wait: Callable[[int], None] = lambd
                 server.received[name] = tensor.clone()
             self._post(f"{self.base_url}/update_weights", json={})
             self._finish_weight_update()
+
+    class Client(ServerClient, Transport):
+        looks = 0
+
+        def check_health(self):
+            self.looks += 1
+            on_wait(self.looks)
+            super().check_health()
+            self.looks = 0
 
     @contextmanager
     def client_for(device, request_timeout_s):

@@ -94,10 +94,10 @@ def test_all_ranks_send_equally_many_prompts():
     sent, other = [], 5
 
     class Rank(PartialRollouts):
-        """One rank, beside another that always has `other` completions in flight and is never done."""
+        """One rank, beside another that always has `other` completions in progress and is never done."""
 
         def _gather(self, numbers):
-            if len(numbers) == 3:  # has enough, cap, number in flight
+            if len(numbers) == 3:  # has enough, cap, number in progress
                 return [numbers, [len(sent) >= 2, 3, other]]
             return [numbers, numbers]
 

@@ -1,6 +1,5 @@
 """What `bapo-trl train` and `train_bapo.py` do, from the settings to the report."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -46,9 +45,6 @@ def run(settings: Settings) -> None:
         print(f"Evaluation of {model_args.model_name_or_path} on {title}; results in {into}", flush=True)
     trainer = make_trainer(settings, inputs)
     data, output_dir, say = inputs.data, Path(training_args.output_dir), trainer.accelerator.print
-    # The ranks of DeepSpeed and FSDP save together: none of them waits for an error of another
-    is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    saving: Callable[[], AbstractContextManager] = nullcontext if is_sharded else raising_on_all_ranks
     replaces = training_args.do_train or script_args.overwrite_output_dir
     if training_args.do_train:
         name = "TRL's GRPOTrainer" if script_args.method == TRL else method_name(training_args)
@@ -61,7 +57,7 @@ def run(settings: Settings) -> None:
         if training_args.do_train:
             if not continues(training_args):
                 on_main_process(lambda: remove_earlier_run(output_dir))
-            before = _train(trainer, inputs, training_args, saving)
+            before = _train(trainer, inputs, training_args)
         if training_args.do_eval:
             say(evaluate_after(trainer, inputs, before, replaces))
             if training_args.do_train:
@@ -69,7 +65,7 @@ def run(settings: Settings) -> None:
                     trainer.save_state()  # with what was found
 
     if training_args.push_to_hub:
-        with saving():
+        with _saving(trainer):
             trainer.push_to_hub()
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
     if script_args.merge_adapter:  # last of what is saved, so that it is not published beside the adapter
@@ -86,9 +82,7 @@ def run(settings: Settings) -> None:
             say("Next: measure the model with bapo-trl evaluate.")
 
 
-def _train(
-    trainer: Trainer, inputs: Inputs, training_args: BAPOConfig, saving: Callable[[], AbstractContextManager]
-) -> Evaluation | None:
+def _train(trainer: Trainer, inputs: Inputs, training_args: BAPOConfig) -> Evaluation | None:
     """Train and save, with what the terminal says of it; return the evaluation of the start, if asked for."""
     output_dir, say = Path(training_args.output_dir), trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(training_args.resume_from_checkpoint)
@@ -113,9 +107,15 @@ def _train(
             f"the same command with --resume_from_checkpoint true. Exit code {EXIT_CODE}."
         )
     exit_stopped(trainer)
-    with saving():
+    with _saving(trainer):
         trainer.save_model(training_args.output_dir)
         trainer.create_model_card(model_name=output_dir.resolve().name)  # peft has written one of its own
         trainer.save_state()
     say(f"Saved {training_args.output_dir}")
     return before
+
+
+def _saving(trainer: Trainer) -> AbstractContextManager:
+    """Raise on all ranks what one fails with; not under DeepSpeed and FSDP, whose ranks save together."""
+    is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    return nullcontext() if is_sharded else raising_on_all_ranks()

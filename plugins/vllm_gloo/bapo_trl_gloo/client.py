@@ -83,13 +83,8 @@ class GlooClient(VLLMClient):
             executor.shutdown(wait=False)  # after an error, the server may never answer
 
 
-class GlooVLLMClient(ServerClient):
-    """[`~bapo_trl.vllm_server.client.ServerClient`] that sends weights over gloo, as [`GlooClient`] does."""
-
-    _join_group = GlooClient.init_communicator
-    _send_weights = GlooClient.update_named_params
-    close_communicator = GlooClient.close_communicator
-    _posting = GlooClient._posting
+class GlooVLLMClient(ServerClient, GlooClient):
+    """[`~bapo_trl.vllm_server.client.ServerClient`] that sends weights over gloo instead of NCCL."""
 
 
 def _raise_if_failed(answer: Future) -> None:
