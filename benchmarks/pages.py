@@ -433,7 +433,7 @@ def qlora_memory_table() -> str:
 
 
 def lora_memory_table() -> str:
-    """Return the memory of LoRA with completions of 4,096 tokens, by the model, and GPUs that it leaves a quarter of."""
+    """Return the memory of LoRA with completions of 4,096 tokens, by the model, and GPUs with a quarter to spare."""
 
     def gpu(size: float) -> str:
         return next((f"{each} GiB" for each in GPUS if size / GIB <= each * 3 / 4), "-")

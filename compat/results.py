@@ -185,8 +185,8 @@ def corners_page() -> str:
         _table(table),
         "\n".join(f"- **{name}**: {corners.why(name)}." for name in corners.names()),
         "`make test-compat` runs `make test` and `make test-all` in each corner of `compat/corners.cfg`, and writes "
-        "this page. `make test-compat CORNER=oldest` runs one corner. [Versions and hardware](../docs/versions.md) has the "
-        "resulting ranges.",
+        "this page. `make test-compat CORNER=oldest` runs one corner. [Versions and "
+        "hardware](../docs/versions.md) has the resulting ranges.",
         "## Not run",
         "\n".join([f"- {what}: {reason}." for what, reason in corners.not_run().items()] + _rest(rows)),
     ]
