@@ -61,7 +61,7 @@ test-e2e: $(E2E_CACHE)/.installed
 	$(E2E_EDITABLE)
 	$(E2E_ENV) $(E2E_BIN)/python -m pytest -o addopts=-ra $(E2E_TESTS)
 
-# Every fault as often as docs/failures.md counts it; `make test-all` tries a tenth
+# Every fault, at ten times the cases; `make test-all` tries a tenth
 test-faults:
 	FAULTS=all $(MAKE) test-all PYTEST_FLAGS=tests/faults
 

@@ -1,5 +1,5 @@
 """
-Fill the tables of the pages in `docs/` from the runs in `benchmarks/results/`.
+Fill the tables of the pages in `docs/` and `benchmarks/reports/` from the runs in `benchmarks/results/`.
 
     python -m benchmarks.pages
 
@@ -49,7 +49,8 @@ from benchmarks.health_rates import health_table
 
 
 MARK = re.compile(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
-PAGES = tuple(path for path in sorted((ROOT / "docs").glob("*.md")) if MARK.search(path.read_text()))
+FOLDERS = (ROOT / "docs", ROOT / "benchmarks" / "reports")
+PAGES = tuple(path for folder in FOLDERS for path in sorted(folder.glob("*.md")) if MARK.search(path.read_text()))
 Finals = Mapping[str, Mapping[int, float]]  # of each arm, by seed
 AGAINST = "VESPO"
 # The chat study: its seeds, the arms that are compared, and the one that was the run of another at 4 updates
@@ -431,6 +432,31 @@ def qlora_memory_table() -> str:
     return markdown([*header, "vLLM's weights", "sum in 4 bits", "GPU"], lines)
 
 
+def lora_memory_table() -> str:
+    """Return the memory of LoRA with completions of 4,096 tokens, by the model, and GPUs with a quarter to spare."""
+
+    def gpu(size: float) -> str:
+        return next((f"{each} GiB" for each in GPUS if size / GIB <= each * 3 / 4), "-")
+
+    lines = []
+    for name, shape in QWEN.items():
+        args = BAPOConfig(
+            use_cpu=True, bf16=True, per_device_train_batch_size=2, gradient_accumulation_steps=8,
+            steps_per_generation=32, num_generations=8, max_completion_length=4096,
+        )  # fmt: skip
+        args.use_cpu = False
+        (memory,) = plan_memory(args, shape.config(), "bfloat16", QLORA_PROMPT, lora()).values()
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        (packed,) = plan_memory(args, shape.config(), "bfloat16", QLORA_PROMPT, lora(), quantization).values()
+        engine = 2 * shape_of(shape.config()).weights
+        sizes = [memory.update, memory.sampling, engine, packed.update]
+        cells = [f"{size / GIB:.1f}" for size in sizes]
+        needs = [max(memory.update, memory.sampling), memory.update + engine, packed.update + engine]
+        lines.append([name, *cells, *map(gpu, needs)])
+    header = ["update", "sampling by transformers", "vLLM's weights", "update, QLoRA"]
+    return markdown(["Qwen2.5", *header, "GPU, no vLLM", "GPU, colocate", "GPU, colocate, QLoRA"], lines)
+
+
 def overlap_accuracy_table() -> str:
     """Return final accuracies without and with overlapped generation, and the difference."""
     lines = []
@@ -501,6 +527,7 @@ TABLES: dict[str, Callable[[], str]] = {
         },
     ),
     "qlora_memory": qlora_memory_table,
+    "lora_memory": lora_memory_table,
     "gpu_chat": gpu_chat_table,
     "gpu_curve": gpu_curve_table,
     "chat_rate": chat_rate_table,

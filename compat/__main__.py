@@ -1,5 +1,5 @@
 """
-List the corners for `make test-compat`, record their results, and write `docs/versions.md` and `docs/corners.md`.
+List the corners for `make test-compat`, record their results, and write `docs/versions.md` and `compat/TESTED.md`.
 
     python -m compat names               # list the corners
     python -m compat python NAME         # print the Python version of a corner

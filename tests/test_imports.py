@@ -1,4 +1,4 @@
-"""docs/design.md, "Imports point one way": who knows of whom in the package. `make quality` runs it."""
+"""CONTRIBUTING.md, "Imports point one way": who knows of whom in the package. `make quality` runs it."""
 
 import ast
 from importlib.util import resolve_name

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages of the notebooks, with the outputs that are stored in them."""
+"""A hook of mkdocs: pages of the notebooks, with the outputs that are stored in them; links out of the site."""
 
 import re
 from pathlib import Path
@@ -22,6 +22,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, **kwargs):
-    """Turn links between notebooks and pages, which lead to files of the repository, into links between pages."""
+    """Turn links to files of the repository into links between pages, or into paths if the site lacks the file."""
     markdown = re.sub(r"\]\(([\w./]+)\.ipynb\)", r"](\1.md)", markdown)
-    return markdown.replace("](../docs/", "](../").replace("](../notebooks/", "](notebooks/")
+    markdown = markdown.replace("](../docs/", "](../").replace("](../notebooks/", "](notebooks/")
+    outside = r"\[([^\]\n]+(?:\n[^\]\n]+)*)\]\(\.\./((?:benchmarks|compat)/[\w./]+|[A-Z]+\.md)(?:#[\w-]*)?\)"
+    return re.sub(outside, r"\1 (`\2`)", markdown)
