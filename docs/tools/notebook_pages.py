@@ -22,6 +22,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, **kwargs):
-    """Turn links between notebooks and pages, which lead to files of the repository, into links between pages."""
+    """
+    Turn links between notebooks and pages, which lead to files of the repository, into links between pages. The site
+    leaves out the reports, and names their files.
+    """
+    markdown = re.sub(r"\[([^\]]+)\]\(\.\./(benchmarks/reports/\w+\.md)[#\w-]*\)", r"\1 (`\2`)", markdown)
     markdown = re.sub(r"\]\(([\w./]+)\.ipynb\)", r"](\1.md)", markdown)
     return markdown.replace("](../docs/", "](../").replace("](../notebooks/", "](notebooks/")
