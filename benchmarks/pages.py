@@ -56,9 +56,9 @@ AGAINST = "VESPO"
 # The chat study: its seeds, the arms that are compared, and the one that was the run of another at 4 updates
 CHAT_STUDIES = {"chat_chain_sum": "chain_sum", "chat_leg_counting": "leg_counting"}
 CHAT_NAMES = {
-    "VESPO, half the weight": "VESPO, half weight",
-    "half the weight, delta": "wide bounds, half weight, `delta=3.0`",
-    "half the weight, cap": "wide bounds, half weight, ratio cap",
+    "BAPO, upper bound alone": "BAPO, search only the upper bound",
+    "half the weight, delta": "wide fixed bounds, half the weight, `delta=3.0`",
+    "half the weight, cap": "wide fixed bounds, half the weight, ratio cap",
 }
 CHAT_SEEDS, NOT_AT_4 = 8, "half the weight, cap"
 TASK, UPDATES = "task", "updates per generation"
@@ -66,7 +66,7 @@ STALE = ("16", "64")  # updates per generation
 WEIGHTS = {
     "VESPO, constant weight 0.5": "VESPO, constant weight 0.5",
     "VESPO, share 0.8": "VESPO, adaptive weight",
-    "share 0.8": "wide bounds, adaptive weight",
+    "share 0.8": "wide fixed bounds, adaptive weight",
     "BAPO": "BAPO",
     "GRPO": "GRPO",
 }
