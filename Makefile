@@ -32,7 +32,7 @@ demo: $(VENV)/.installed
 demo-llm: $(VENV)/.installed-llm
 	$(OFFLINE) $(BIN)/python train_bapo.py --config recipes/smollm2_sums.yaml --overwrite_output_dir true
 
-# Runs the notebooks and stores what they print and draw; or one: make notebooks NOTEBOOK=01_adaptive_bounds.ipynb
+# Runs the notebooks and stores what they print and draw; or one: make notebooks NOTEBOOK=04_adaptive_bounds.ipynb
 notebooks: $(VENV)/.installed-notebooks
 	$(OFFLINE) $(BIN)/python notebooks/run.py $(NOTEBOOK)
 

@@ -1,5 +1,5 @@
 """
-Measure what the parts of a training cost on a CPU, for docs/study_costs.md. Each writes a file into `results/`.
+Measure what the parts of a training cost on a CPU, for reports/costs.md. Each writes a file into `results/`.
 
     python -m benchmarks.costs search    # 2 minutes
     python -m benchmarks.costs replay    # 3 minutes; needs 5 GB of memory and of disk

@@ -21,7 +21,7 @@ from benchmarks.rambling_totals import LIMITS
 
 
 AGAINST, APART = "VESPO", "GSPO"
-ARMS = ("GRPO", "clip-higher", "BAPO", "widest bounds", AGAINST, "VESPO, half the weight", APART)
+ARMS = ("GRPO", "clip-higher", "BAPO", "wide fixed bounds", AGAINST, "VESPO, half the weight", APART)
 LEVEL, MARGIN = 0.05, 0.1
 PARTS = {f"{first} to {last}": range(first, last + 1) for first, last in ((1, 10), (11, 64), (65, 128), (129, 256))}
 """Updates of each part of a training, by name."""

@@ -56,9 +56,9 @@ AGAINST = "VESPO"
 # The chat study: its seeds, the arms that are compared, and the one that was the run of another at 4 updates
 CHAT_STUDIES = {"chat_chain_sum": "chain_sum", "chat_leg_counting": "leg_counting"}
 CHAT_NAMES = {
-    "VESPO, half the weight": "VESPO, half weight",
-    "half the weight, delta": "wide bounds, half weight, `delta=3.0`",
-    "half the weight, cap": "wide bounds, half weight, ratio cap",
+    "BAPO, upper bound alone": "BAPO, search only the upper bound",
+    "half the weight, delta": "wide fixed bounds, half the weight, `delta=3.0`",
+    "half the weight, cap": "wide fixed bounds, half the weight, ratio cap",
 }
 CHAT_SEEDS, NOT_AT_4 = 8, "half the weight, cap"
 TASK, UPDATES = "task", "updates per generation"
@@ -66,13 +66,13 @@ STALE = ("16", "64")  # updates per generation
 WEIGHTS = {
     "VESPO, constant weight 0.5": "VESPO, constant weight 0.5",
     "VESPO, share 0.8": "VESPO, adaptive weight",
-    "share 0.8": "wide bounds, adaptive weight",
+    "share 0.8": "wide fixed bounds, adaptive weight",
     "BAPO": "BAPO",
     "GRPO": "GRPO",
 }
 QWEN = {"0.5B": QWEN_05B, "1.5B": QWEN_15B, "3B": QWEN_3B, "7B": QWEN_7B}
 GPUS, QLORA_PROMPT = (16, 24, 40, 80), 512  # sizes in GiB, and tokens
-ASYNC_METHODS = ("GRPO", "clip-higher", "BAPO", "widest bounds")
+ASYNC_METHODS = ("GRPO", "clip-higher", "BAPO", "wide fixed bounds")
 METHODS = ("GRPO", "clip-higher", "CISPO", "SAPO", "GSPO", "VESPO")
 VARIANTS = {  # arms of the study by what they change
     "upper bound alone, delta 3": "search only the upper bound, `delta=3.0`",
@@ -80,8 +80,8 @@ VARIANTS = {  # arms of the study by what they change
     "lower bound first": '`search_order="lower_first"`',
     "fixed at start": "bounds fixed at 0.6 and 1.2",
     "fixed at end": "bounds fixed at 0.9 and 3.0",
-    "fixed at the widest": "bounds fixed at 0.6 and 3.0",
-    "fixed at the widest, delta 3": "bounds fixed at 0.6 and 3.0, `delta=3.0`",
+    "fixed at the widest": "wide fixed bounds (0.6 and 3.0)",
+    "fixed at the widest, delta 3": "wide fixed bounds, `delta=3.0`",
     "GRPO's bounds, delta 3": "bounds fixed at 0.8 and 1.2, `delta=3.0`",
     "released recipe's bounds": "the authors' released recipe",
     "BAPO, target 0.4": "target 0.4",
@@ -122,13 +122,10 @@ def finals(runs: Iterable[Row]) -> Finals:
     return by_arm
 
 
-def final_table(
-    by_setting: Mapping[str, Finals], baseline: str, names: Mapping[str, str] | None = None, corrected: bool = False
-) -> str:
+def final_table(by_setting: Mapping[str, Finals], baseline: str, names: Mapping[str, str] | None = None) -> str:
     """
-    Return a table of final accuracies, and of their differences from one arm over the seeds that both have, with
-    intervals that are `corrected` for all arms of a setting or not. A row of fewer seeds than the baseline shows the
-    baseline's accuracy on these seeds.
+    Return a table of final accuracies, and of their differences from one arm over the seeds that both have. A row of
+    fewer seeds than the baseline shows the baseline's accuracy on these seeds.
     """
     arms = dict.fromkeys(arm for by_arm in by_setting.values() for arm in by_arm)
     lines = []
@@ -137,8 +134,7 @@ def final_table(
         cells = [(names or {}).get(arm, arm), " / ".join(dict.fromkeys(counts))]
         for by_arm in by_setting.values():
             if arm in by_arm:
-                others = [other for other in by_arm if other != baseline] if corrected else ()
-                mean, against, difference = paired(by_arm, arm, baseline, others)
+                mean, against, difference = paired(by_arm, arm, baseline)
                 cells += [mean if against is None else f"{mean} ({baseline}: {against})", difference]
             else:
                 cells += ["-", "-"]
@@ -147,11 +143,11 @@ def final_table(
     return markdown(["method", "seeds", *header], lines)
 
 
-def paired(by_arm: Finals, arm: str, baseline: str, others: Sequence[str] = ()) -> tuple[str, str | None, str]:
+def paired(by_arm: Finals, arm: str, baseline: str) -> tuple[str, str | None, str]:
     """
     Return the mean accuracy of an arm, the baseline's on the same seeds, and the difference, as text. The second is
     `None` if the baseline has no other seeds: its own row shows it. The interval of the difference is corrected for
-    the comparisons of all `others` with the baseline, of which the arm is one.
+    the comparisons of all arms with the baseline.
 
     Raises:
         ValueError: If the arm has a seed that the baseline lacks: its mean would not be that of the difference.
@@ -161,7 +157,7 @@ def paired(by_arm: Finals, arm: str, baseline: str, others: Sequence[str] = ()) 
         return mean, None, "-"
     if missing := by_arm[arm].keys() - by_arm[baseline].keys():
         raise ValueError(f"{arm} has the seeds {sorted(missing)}, which {baseline} lacks.")
-    pairs = [(other, baseline) for other in others or (arm,)]
+    pairs = [(other, baseline) for other in by_arm if other != baseline]
     (found,) = (each for each in differences(by_arm, pairs) if each.arm == arm)
     same = [by_arm[baseline][seed] for seed in by_arm[arm]]
     against = None if len(same) == len(by_arm[baseline]) else f"{sum(same) / len(same):.3f}"
@@ -235,11 +231,14 @@ def chat_settings() -> dict[str, Finals]:
 
 
 def differences_table(baseline: str, places: Mapping[str, Finals], arms: Mapping[str, str]) -> str:
-    """Return a table of differences from an arm over the seeds that both have, with their number."""
+    """
+    Return a table of differences from an arm over the seeds that both have, with their number, and with intervals
+    that are corrected for the comparisons of a setting.
+    """
 
     def cell(by_arm: Finals, arm: str) -> str:
-        found = differences(by_arm, [(arm, baseline)]) if arm in by_arm else []
-        return f"{with_interval(found[0].mean, '.3f', '+')} ({len(found[0].values)})" if found else "-"
+        found = {each.arm: each for each in differences(by_arm, [(each, baseline) for each in arms if each in by_arm])}
+        return f"{with_interval(found[arm].mean, '.3f', '+')} ({len(found[arm].values)})" if arm in found else "-"
 
     lines = [[text, *(cell(by_arm, arm) for by_arm in places.values())] for arm, text in arms.items()]
     return markdown([f"difference from {baseline} (common seeds)", *places], lines)
@@ -252,9 +251,9 @@ def replay_table() -> str:
         runs = {(row.arm, row.seed): row for row in rows("replay", bounds=bounds)}
         seeds = sorted({seed for _, seed in runs})
         for arm, cells in REPLAY.items():
-            each = [(runs[arm, seed], _last_accuracy(runs["one pass", seed])) for seed in seeds]
-            reached = [tokens for row, aim in each if (tokens := _fraction_until(aim, row)) is not None]
-            accuracy, seconds = (fmean(f(row) for row, _ in each) for f in (_last_accuracy, lambda row: row.seconds))
+            each = [(runs[arm, seed], last_accuracy(runs["one pass", seed])) for seed in seeds]
+            reached = [tokens for row, aim in each if (tokens := fraction_until(aim, row)) is not None]
+            accuracy, seconds = (fmean(f(row) for row, _ in each) for f in (last_accuracy, lambda row: row.seconds))
             rate = rate_name(each[0][0].settings["learning_rate"])
             tokens = f"{fmean(reached):.2f} ({len(reached)})"
             lines.append([bounds, *cells, rate, str(len(each)), f"{accuracy:.3f}", tokens, f"{seconds:.0f}"])
@@ -262,12 +261,12 @@ def replay_table() -> str:
     return markdown([*header, "tokens", "seconds"], lines)
 
 
-def _last_accuracy(row: Row) -> float:
+def last_accuracy(row: Row) -> float:
     """Return the mean of the last two measurements."""
     return fmean(accuracy for _, accuracy in row.curve[-2:])
 
 
-def _fraction_until(aim: float, row: Row) -> float | None:
+def fraction_until(aim: float, row: Row) -> float | None:
     """Return the fraction of a run's generations until an accuracy is reached, between measurements by a line."""
     for (before, low), (after, high) in pairwise(row.curve):
         if high >= aim:
@@ -502,7 +501,7 @@ TABLES: dict[str, Callable[[], str]] = {
         WEIGHTS,
     ),
     "replay": replay_table,
-    "chat": lambda: final_table(chat_settings(), AGAINST, CHAT_NAMES, corrected=True),
+    "chat": lambda: final_table(chat_settings(), AGAINST, CHAT_NAMES),
     "tied": lambda: final_table(
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),

@@ -1,7 +1,7 @@
 """
-Draw the figures of the study pages from the runs in `benchmarks/results/`.
+Draw figures of docs/results.md and of the reports from the runs in `benchmarks/results/`.
 
-    python -m benchmarks.study_figures  # writes docs/chat_study.png, methods_study.png and regime_study.png
+    python -m benchmarks.study_figures  # chat_study.png, regime_study.png in docs/; methods_study.png in reports/
 """
 
 from collections.abc import Iterable, Mapping
@@ -74,7 +74,7 @@ def draw_contributions(runs: Iterable[Row], path: Path) -> None:
 
 def main() -> None:
     draw_differences(chat_settings(), ROOT / "docs" / "chat_study.png")
-    draw_methods(ROOT / "docs" / "methods_study.png")
+    draw_methods(ROOT / "benchmarks" / "reports" / "methods_study.png")
     draw_contributions(complete(rows("regime")), ROOT / "docs" / "regime_study.png")
 
 

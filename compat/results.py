@@ -159,7 +159,7 @@ def versions_page() -> str:
         _table(hardware),
         "Every change must pass the CPU tests (`.ci/run`). The runs by hand used one NVIDIA H100 80GB on 2026-11-26 "
         "and one H200 on 2026-11-27, Python 3.12, torch 2.11 (CUDA 13), transformers 5.17, TRL 1.16 and vLLM 0.24: "
-        "[GPU runs](study_gpu.md). "
+        "[GPU runs](../benchmarks/reports/gpu.md). "
         "Weights have never been sent to a vLLM server over NCCL.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -22,9 +22,13 @@ def test_a_table_of_finals_pairs_the_seeds_and_leaves_out_runs_that_failed():
     runs = [row("x", 0, 0.5), row("x", 1, 0.9), row("x", 2, None), row("y", 0, 0.25), row("y", 1, 0.45)]
     runs += [row("z", 0, 0.3), row("z", 1, 0.4), row("y", 2, 0.25)]
     # x - y: 0.25, 0.45 (p = 0.18), z - y: 0.05, -0.05 (p = 1). Corrected for both, x has the level 0.05 / 2
-    for corrected, level in ((False, 0.05), (True, 0.05 / 2)):
-        table = pages.final_table({"final": pages.finals(runs)}, "y", corrected=corrected)
-        assert f"+0.350 ± {stats.t.ppf(1 - level / 2, 1) * 0.1:.3f}" in table
+    by_arm, width = pages.finals(runs), stats.t.ppf(1 - 0.05 / 2 / 2, 1) * 0.1
+    for table in (
+        pages.final_table({"final": by_arm}, "y"),
+        pages.long_table("a", [("16", by_arm, {})], "y"),
+        pages.differences_table("y", {"final": by_arm}, {"x": "x", "z": "z"}),
+    ):
+        assert f"+0.350 ± {width:.3f}" in table
 
 
 def test_a_row_of_fewer_seeds_shows_the_accuracy_of_the_baseline_on_them():

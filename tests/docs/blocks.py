@@ -1,4 +1,4 @@
-"""The fenced blocks of README, CONTRIBUTING and docs/, and the commands in them.
+"""The fenced blocks of README, CONTRIBUTING, docs/ and the reports, and the commands in them.
 
 A block that cannot run here says why, in an HTML comment right above it: `<!-- not run: needs vLLM -->`. No reader of
 the page sees it.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tests.helpers.commands import ROOT
 
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(path for folder in (".", "docs", "benchmarks/reports") for path in (ROOT / folder).glob("*.md"))
 FENCE = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n\n?)?^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,

@@ -18,10 +18,10 @@ from tests.helpers.commands import ROOT
 
 # Smaller than for a reader, so that each takes less than a minute and a half; and the figures of each
 NOTEBOOKS = {
-    "01_adaptive_bounds.ipynb": ({}, 6),
+    "04_adaptive_bounds.ipynb": ({}, 6),
     "02_finetune_lora.ipynb": ({"UPDATES": 4, "COMPLETIONS": 16, "PROBLEMS": 8}, 1),
     "03_which_method.ipynb": ({"UPDATES": 8, "SEEDS": [0]}, 3),
-    "04_your_own_task.ipynb": ({"UPDATES": 4, "COMPLETIONS": 8, "PROBLEMS": 8, "SAMPLES": 4}, 2),
+    "01_your_own_task.ipynb": ({"UPDATES": 4, "COMPLETIONS": 8, "PROBLEMS": 8, "SAMPLES": 4}, 2),
 }
 DRAWS = re.compile(r"\bplt\.\w+\(|\bImage\(")
 RUN = "run `make notebooks`"
