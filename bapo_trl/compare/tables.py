@@ -124,7 +124,7 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
         ]
         verdicts = [f"- {line}" for line in verdict(comparison)]
         lists = ["\n".join(lines) for lines in (failures, _health(comparison), verdicts)]
-        parts += [title, *tables, _paired(comparison), _to_target(comparison), *lists]
+        parts += [title, *tables, _paired(comparison), cost_table(comparison), *lists]
     return "\n\n".join(filter(None, parts))
 
 
@@ -164,7 +164,7 @@ def _paired(comparison: Comparison) -> str:
     return markdown(header, cells) if cells else ""
 
 
-def _to_target(comparison: Comparison) -> str:
+def cost_table(comparison: Comparison) -> str:
     """Return what each method took to the target accuracy, relative to the baseline over common seeds."""
     targets = {
         arm: {row.seed: row.to_target for row in rows if row.to_target is not None}
