@@ -32,6 +32,7 @@ from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from bapo_trl.script.memory import GIB, Memory, plan_memory, shape_of
+from benchmarks import time_to_accuracy
 from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
 from benchmarks.few_positive import (
     ARMS,
@@ -560,6 +561,12 @@ TABLES: dict[str, Callable[[], str]] = {
         lambda row: row["oversampling"] > 1,
     ),
     "overlap_accuracy": overlap_accuracy_table,
+    "time_server": lambda: time_to_accuracy.recommendation_table("time_server"),
+    "time_server_final": lambda: final_table(
+        {"final accuracy": finals(row for row in rows("time_server") if row.arm in ("TRL, 5e-4", "recommendation"))},
+        "TRL, 5e-4",
+    ),
+    "time_server_methods": lambda: time_to_accuracy.methods_table("time_server"),
     "async": async_table,
     "regime": regime_table,
     "regime_lead": regime_lead_table,

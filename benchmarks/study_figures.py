@@ -1,7 +1,7 @@
 """
 Draw figures of docs/results.md and of the reports from the runs in `benchmarks/results/`.
 
-    python -m benchmarks.study_figures  # chat_study.png, regime_study.png in docs/; methods_study.png in reports/
+    python -m benchmarks.study_figures  # chat_study.png, regime_study.png, time.png in docs/; methods_study.png in reports/
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,6 +16,7 @@ from bapo_trl.compare.tables import compare
 from benchmarks.common import ROOT
 from benchmarks.few_positive import APART, ARMS, by_setting, complete
 from benchmarks.pages import AGAINST, CHAT_NAMES, STALE, TASK, UPDATES, Finals, chat_settings, rows
+from benchmarks.time_to_accuracy import draw_courses
 
 
 METHODS = ("GRPO", "clip-higher", "BAPO")
@@ -76,6 +77,7 @@ def main() -> None:
     draw_differences(chat_settings(), ROOT / "docs" / "chat_study.png")
     draw_methods(ROOT / "benchmarks" / "reports" / "methods_study.png")
     draw_contributions(complete(rows("regime")), ROOT / "docs" / "regime_study.png")
+    draw_courses(ROOT / "docs" / "time.png")
 
 
 if __name__ == "__main__":

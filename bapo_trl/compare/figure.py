@@ -61,7 +61,7 @@ def save_figure(comparisons: Sequence[Comparison], path: Path, axis: str = "upda
     for panel in axes[::columns]:
         panel.set_ylabel("accuracy (band: 95 % interval; thin: seeds)")
     axes[0].set_ylim(max(0.0, axes[0].get_ylim()[0]), min(1.0, axes[0].get_ylim()[1]))
-    figure.legend(shown.values(), shown, loc="outside lower center", ncols=min(4, len(shown)), frameon=False)
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=min(2 * columns, len(shown)), frameon=False)
     figure.savefig(path, dpi=110)
 
 
