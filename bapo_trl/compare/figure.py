@@ -32,9 +32,11 @@ def save_figure(comparisons: Sequence[Comparison], path: Path, axis: str = "upda
     count = len(comparisons)
     columns = min(count, 3)
     lines = -(-count // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.4 * lines + 0.6), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     arms = dict.fromkeys(arm for each in comparisons for arm in each.arms)
+    width, widest = 4.6 * columns, 0.6 + 0.08 * max(map(len, arms))  # inches of the figure, and of a legend entry
+    entries = max(1, min(int(width / widest), len(arms)))  # in a line of the legend
+    figure = Figure(figsize=(width, 3.4 * lines + 0.4 + 0.22 * -(-len(arms) // entries)), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     colors = {arm: f"C{place}" for place, arm in enumerate(arms)}
     shown = {}
     for panel, comparison in zip(axes, comparisons, strict=False):
@@ -56,12 +58,16 @@ def save_figure(comparisons: Sequence[Comparison], path: Path, axis: str = "upda
                 panel.fill_between(steps, low, high, color=colors[arm], alpha=0.15, linewidth=0)
         panel.set(title=name_setting(comparison.sweep), xlabel=AXES[axis])
         panel.grid(alpha=0.25)
+        panel.locator_params(axis="x", nbins=6)
     for panel in axes[count:]:
         panel.set_axis_off()
     for panel in axes[::columns]:
-        panel.set_ylabel("accuracy (band: 95 % interval; thin: seeds)")
+        panel.set_ylabel("accuracy")
     axes[0].set_ylim(max(0.0, axes[0].get_ylim()[0]), min(1.0, axes[0].get_ylim()[1]))
-    figure.legend(shown.values(), shown, loc="outside lower center", ncols=min(2 * columns, len(shown)), frameon=False)
+    figure.legend(
+        shown.values(), shown, loc="outside lower center", ncols=entries, frameon=False,
+        title="band: 95 % interval, thin lines: seeds", title_fontsize="small",
+    )  # fmt: skip
     figure.savefig(path, dpi=110)
 
 
