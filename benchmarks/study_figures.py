@@ -1,7 +1,7 @@
 """
 Draw figures of docs/results.md and of the reports from the runs in `benchmarks/results/`.
 
-    python -m benchmarks.study_figures  # chat_study.png, regime_study.png, time.png in docs/; methods_study.png in reports/
+    python -m benchmarks.study_figures  # into docs/, and methods_study.png into reports/
 """
 
 from collections.abc import Iterable, Mapping
