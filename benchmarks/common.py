@@ -9,14 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
 import trl
 
-from bapo_trl.compare.results import Row
+from bapo_trl.compare.results import Row, read_rows
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,6 +125,16 @@ def _cpu_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+# Runs of studies
+
+
+@cache
+def rows(name: str, **sweep: Any) -> tuple[Row, ...]:
+    """Return the runs of a study, in one setting if that is given."""
+    found = read_rows(RESULTS / f"{name}.json").values()
+    return tuple(row for row in found if all(row.sweep.get(key) == value for key, value in sweep.items()))
 
 
 # Learning rates

@@ -17,7 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import cache, reduce
+from functools import reduce
 from itertools import pairwise
 from operator import getitem
 from pathlib import Path
@@ -29,11 +29,11 @@ from transformers import BitsAndBytesConfig
 
 from bapo_trl import BAPOConfig
 from bapo_trl.compare.results import Row, read_rows
-from bapo_trl.compare.statistics import differences, mean_over_seeds
+from bapo_trl.compare.statistics import Difference, differences, differences_from, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
 from bapo_trl.script.memory import GIB, Memory, plan_memory, shape_of
 from benchmarks import time_to_accuracy
-from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run
+from benchmarks.common import RESULTS, ROOT, best_rate, best_rates, describe_run, rows
 from benchmarks.few_positive import (
     ARMS,
     LEVEL,
@@ -107,13 +107,6 @@ REPLAY = {  # arms of the study: samples, and whether samples of zero advantage 
 }
 
 
-@cache
-def rows(name: str, **sweep: Any) -> tuple[Row, ...]:
-    """Return the runs of a study, in one setting if that is given."""
-    found = read_rows(RESULTS / f"{name}.json").values()
-    return tuple(row for row in found if all(row.sweep.get(key) == value for key, value in sweep.items()))
-
-
 def finals(runs: Iterable[Row]) -> Finals:
     """Return the final accuracy of each arm by seed."""
     by_arm: dict[str, dict[int, float]] = {}
@@ -158,8 +151,7 @@ def paired(by_arm: Finals, arm: str, baseline: str) -> tuple[str, str | None, st
         return mean, None, "-"
     if missing := by_arm[arm].keys() - by_arm[baseline].keys():
         raise ValueError(f"{arm} has the seeds {sorted(missing)}, which {baseline} lacks.")
-    pairs = [(other, baseline) for other in by_arm if other != baseline]
-    (found,) = (each for each in differences(by_arm, pairs) if each.arm == arm)
+    found = differences_from(by_arm, baseline)[arm]
     same = [by_arm[baseline][seed] for seed in by_arm[arm]]
     against = None if len(same) == len(by_arm[baseline]) else f"{sum(same) / len(same):.3f}"
     return mean, against, with_interval(found.mean, ".3f", "+")
@@ -237,11 +229,15 @@ def differences_table(baseline: str, places: Mapping[str, Finals], arms: Mapping
     that are corrected for the comparisons of a setting.
     """
 
-    def cell(by_arm: Finals, arm: str) -> str:
-        found = {each.arm: each for each in differences(by_arm, [(each, baseline) for each in arms if each in by_arm])}
-        return f"{with_interval(found[arm].mean, '.3f', '+')} ({len(found[arm].values)})" if arm in found else "-"
+    shown = [baseline, *arms]
+    found = [
+        differences_from({arm: by_arm[arm] for arm in shown if arm in by_arm}, baseline) for by_arm in places.values()
+    ]
 
-    lines = [[text, *(cell(by_arm, arm) for by_arm in places.values())] for arm, text in arms.items()]
+    def cell(difference: Difference | None) -> str:
+        return f"{with_interval(difference.mean, '.3f', '+')} ({len(difference.values)})" if difference else "-"
+
+    lines = [[text, *(cell(by_arm.get(arm)) for by_arm in found)] for arm, text in arms.items()]
     return markdown([f"difference from {baseline} (common seeds)", *places], lines)
 
 
@@ -406,16 +402,31 @@ def quartiles(key: str) -> Callable[[dict], str]:
     return lambda row: "{median:.2f} ({lower_quartile:.2f} to {upper_quartile:.2f})".format(**row[key])
 
 
+def gpu_config(**settings: Any) -> BAPOConfig:
+    """Return the settings of a run on a GPU; the machine that this runs on may have none."""
+    args = BAPOConfig(use_cpu=True, bf16=True, **settings)
+    args.use_cpu = False
+    return args
+
+
+def lora_memory(args: BAPOConfig, shape: Shape, in_4_bits: bool) -> Memory:
+    """Return the memory of a trainer with LoRA, and with a base in 4 bits or in bfloat16."""
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True) if in_4_bits else None
+    (memory,) = plan_memory(args, shape.config(), "bfloat16", QLORA_PROMPT, lora(), quantization).values()
+    return memory
+
+
+def engine_weights(shape: Shape) -> int:
+    """Return the bytes of vLLM's weights, in bfloat16."""
+    return 2 * shape_of(shape.config()).weights
+
+
 def qlora_memory(shape: Shape, in_4_bits: bool = True) -> tuple[Memory, float]:
     """Return the memory of the trainer of `recipes/qlora_small.yaml` with another model, and of vLLM's weights."""
     recipe = yaml.safe_load((ROOT / "recipes/qlora_small.yaml").read_text())
     known = {field.name for field in fields(BAPOConfig)}
-    args = BAPOConfig(use_cpu=True, bf16=True, **{name: value for name, value in recipe.items() if name in known})
-    args.use_cpu = False  # the machine that this runs on may have no GPU
-    config, quantization = shape.config(), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
-    found = plan_memory(args, config, "bfloat16", QLORA_PROMPT, lora(), quantization if in_4_bits else None)
-    (memory,) = found.values()
-    return memory, 2 * shape_of(config).weights
+    args = gpu_config(**{name: value for name, value in recipe.items() if name in known})
+    return lora_memory(args, shape, in_4_bits), engine_weights(shape)
 
 
 def qlora_memory_table() -> str:
@@ -438,17 +449,14 @@ def lora_memory_table() -> str:
     def gpu(size: float) -> str:
         return next((f"{each} GiB" for each in GPUS if size / GIB <= each * 3 / 4), "-")
 
+    args = gpu_config(
+        per_device_train_batch_size=2, gradient_accumulation_steps=8, steps_per_generation=32, num_generations=8,
+        max_completion_length=4096,
+    )  # fmt: skip
     lines = []
     for name, shape in QWEN.items():
-        args = BAPOConfig(
-            use_cpu=True, bf16=True, per_device_train_batch_size=2, gradient_accumulation_steps=8,
-            steps_per_generation=32, num_generations=8, max_completion_length=4096,
-        )  # fmt: skip
-        args.use_cpu = False
-        (memory,) = plan_memory(args, shape.config(), "bfloat16", QLORA_PROMPT, lora()).values()
-        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
-        (packed,) = plan_memory(args, shape.config(), "bfloat16", QLORA_PROMPT, lora(), quantization).values()
-        engine = 2 * shape_of(shape.config()).weights
+        memory, packed = (lora_memory(args, shape, in_4_bits) for in_4_bits in (False, True))
+        engine = engine_weights(shape)
         sizes = [memory.update, memory.sampling, engine, packed.update]
         cells = [f"{size / GIB:.1f}" for size in sizes]
         needs = [max(memory.update, memory.sampling), memory.update + engine, packed.update + engine]
@@ -469,8 +477,8 @@ def overlap_accuracy_table() -> str:
     return markdown([UPDATES, "seeds", "without", "with overlap", "difference"], lines)
 
 
-def async_table() -> str:
-    """Return the methods of asynchronous training on seeds 1 to 5, by staleness, compared with GRPO."""
+def async_places() -> list[tuple[str, Finals, Mapping[str, str]]]:
+    """Return the staleness, the methods on seeds 1 to 5 at their best learning rate on seed 0, and these rates."""
     places = []
     for staleness in (1, 4, 16, 64):
         runs = rows("async_staleness", staleness=staleness)
@@ -478,7 +486,7 @@ def async_table() -> str:
         found = finals(row for row in runs if row.seed > 0 and row.sweep["learning_rate"] == best[row.arm])
         rates = {arm: rate_name(rate) for arm, rate in best.items()}
         places.append((str(staleness), {arm: found[arm] for arm in ASYNC_METHODS}, rates))
-    return long_table("staleness", places, "GRPO")
+    return places
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -563,11 +571,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "overlap_accuracy": overlap_accuracy_table,
     "time_server": lambda: time_to_accuracy.recommendation_table("time_server"),
     "time_server_final": lambda: final_table(
-        {"final accuracy": finals(row for row in rows("time_server") if row.arm in ("TRL, 5e-4", "recommendation"))},
-        "TRL, 5e-4",
+        {"final accuracy": finals(row for row in rows("time_server") if row.arm in time_to_accuracy.PLANNED)},
+        time_to_accuracy.PLANNED[0],
     ),
     "time_server_methods": lambda: time_to_accuracy.methods_table("time_server"),
-    "async": async_table,
+    "async": lambda: long_table("staleness", async_places(), "GRPO"),
     "regime": regime_table,
     "regime_lead": regime_lead_table,
     "regime_course": regime_course_table,

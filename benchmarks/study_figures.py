@@ -13,9 +13,9 @@ from bapo_trl.compare.figure import save_figure
 from bapo_trl.compare.results import Row
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import compare
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, rows
 from benchmarks.few_positive import APART, ARMS, by_setting, complete
-from benchmarks.pages import AGAINST, CHAT_NAMES, STALE, TASK, UPDATES, Finals, chat_settings, rows
+from benchmarks.pages import AGAINST, CHAT_NAMES, STALE, TASK, UPDATES, Finals, chat_settings
 from benchmarks.time_to_accuracy import draw_courses
 
 

@@ -4,6 +4,7 @@ Draw the figure of a study: accuracy over the updates, with a panel per setting 
 Each line is a mean over seeds, with its 95 % interval as a band; with too few seeds, with a thin line for each seed.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -35,7 +36,7 @@ def save_figure(comparisons: Sequence[Comparison], path: Path, axis: str = "upda
     arms = dict.fromkeys(arm for each in comparisons for arm in each.arms)
     width, widest = 4.6 * columns, 0.6 + 0.08 * max(map(len, arms))  # inches of the figure, and of a legend entry
     entries = max(1, min(int(width / widest), len(arms)))  # in a line of the legend
-    figure = Figure(figsize=(width, 3.4 * lines + 0.4 + 0.22 * -(-len(arms) // entries)), layout="constrained")
+    figure = Figure(figsize=(width, 3.4 * lines + 0.4 + 0.22 * math.ceil(len(arms) / entries)), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     colors = {arm: f"C{place}" for place, arm in enumerate(arms)}
     shown = {}

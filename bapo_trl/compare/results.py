@@ -88,7 +88,7 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         final=results[f"eval_{avg}"],
         pass_at_k=results.get(f"eval_{best}"),
         curve=[(step, round(accuracy, 4)) for step, accuracy in curve],
-        mean_accuracy=_mean_accuracy(curve) if has_course else None,
+        mean_accuracy=round(mean_accuracy(curve), 4) if has_course else None,
         max_drawdown=_max_drawdown([accuracy for _, accuracy in curve]) if has_course else None,
         gradient_peak=round(max(norms) / statistics.median(norms), 2) if norms else None,
         entropy_ratio=round(statistics.fmean(entropies[-tenth:]) / first_entropy, 4) if first_entropy else None,
@@ -131,9 +131,10 @@ def _mean(values: Sequence[float]) -> float | None:
     return round(statistics.fmean(values), 4) if values else None
 
 
-def _mean_accuracy(curve: list[tuple[int, float]]) -> float:
+def mean_accuracy(curve: Sequence[tuple[float, float]]) -> float:
+    """Return the mean of the line through the points of a curve."""
     width = curve[-1][0] - curve[0][0]
-    return round(sum((b - a) * (f + g) / 2 for (a, f), (b, g) in itertools.pairwise(curve)) / width, 4)
+    return sum((b - a) * (f + g) / 2 for (a, f), (b, g) in itertools.pairwise(curve)) / width
 
 
 def _max_drawdown(accuracies: list[float]) -> float:

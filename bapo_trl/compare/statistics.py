@@ -78,6 +78,12 @@ def differences(finals: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple
     ]
 
 
+def differences_from(finals: Mapping[str, Mapping[int, float]], baseline: str) -> dict[str, Difference]:
+    """Return the difference of each method from the baseline, by the method."""
+    found = differences(finals, [(arm, baseline) for arm in finals if arm != baseline])
+    return {each.arm: each for each in found}
+
+
 def _holm(p_values: Sequence[float]) -> list[float]:
     """Return the factor by which Holm's step-down method raises each p-value; NaN values are not counted."""
     order = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))

@@ -2,13 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from .results import Row
-from .statistics import Difference, Mean, differences, mean_over_seeds, seeds_for
+from .statistics import Difference, Mean, differences, differences_from, mean_over_seeds, seeds_for
 from .study import name_setting
 from .target import COSTS
 
@@ -124,7 +124,7 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
         ]
         verdicts = [f"- {line}" for line in verdict(comparison)]
         lists = ["\n".join(lines) for lines in (failures, _health(comparison), verdicts)]
-        parts += [title, *tables, _paired(comparison), cost_table(comparison), *lists]
+        parts += [title, *tables, _paired(comparison), _to_target(comparison), *lists]
     return "\n\n".join(filter(None, parts))
 
 
@@ -164,59 +164,52 @@ def _paired(comparison: Comparison) -> str:
     return markdown(header, cells) if cells else ""
 
 
-def cost_table(comparison: Comparison) -> str:
+def _to_target(comparison: Comparison) -> str:
     """Return what each method took to the target accuracy, relative to the baseline over common seeds."""
-    targets = _targets(comparison)
+    targets = {
+        arm: {row.seed: row.to_target for row in rows if row.to_target is not None}
+        for arm, rows in comparison.arms.items()
+    }
     known = [target for by_seed in targets.values() for target in by_seed.values()]
     if not known:
         return ""
-    ratios = [relative_costs(comparison, name) for name in COSTS]
+    ratios = [relative_costs(targets, comparison.baseline, name) for name in COSTS]
     cells = []
     for arm, by_seed in targets.items():
         reached = [target for target in by_seed.values() if target["reached"]]
         seconds = [target["seconds"] for target in reached if target["seconds"] is not None]
         shown = f"{statistics.fmean(seconds):,.0f}" if seconds else "-"
-        cells.append([arm, f"{len(reached)} of {len(by_seed)}", shown, *(by_arm[arm] for by_arm in ratios)])
+        cells.append([arm, f"{len(reached)} of {len(by_seed)}", shown, *(by_arm.get(arm, "-") for by_arm in ratios)])
     unit = "CPU seconds" if known[0]["clock"] == "cpu" else "seconds"
     header = ["method", f"reached {known[0]['target']:g}", unit]
     return markdown([*header, *(f"{name} / {comparison.baseline}'s" for name in (unit, *COSTS[1:]))], cells)
 
 
-def relative_costs(comparison: Comparison, name: str, has_interval: bool = True) -> dict[str, str]:
+def relative_costs(targets: Targets, baseline: str, name: str, has_interval: bool = True) -> dict[str, str]:
     """
     Return a cost of each method's runs to the target relative to the baseline's, as text: a geometric mean over common
     seeds, corrected as differences in accuracy are, or a bound where a run of either method missed the target.
     """
-    targets, baseline = _targets(comparison), comparison.baseline
     logs = {
         arm: {seed: math.log(target[name]) for seed, target in by_seed.items() if target[name]}
         for arm, by_seed in targets.items()
     }
-    found = {
-        each.arm: each.mean for each in differences(logs, [(arm, baseline) for arm in targets if arm != baseline])
-    }
-
-    def shown(arm: str) -> str:
-        if arm not in found:
-            return "-"
-        seeds = targets[arm].keys() & targets[baseline].keys()
-        misses, base_misses = (any(not targets[each][seed]["reached"] for seed in seeds) for each in (arm, baseline))
-        value, half = found[arm].value, found[arm].half_width
-        if misses and base_misses:
-            return "unknown"
-        if misses or base_misses:
-            return f"{'at least' if misses else 'at most'} {math.exp(value):.2f}"
-        interval = f" ({math.exp(value - half):.2f} to {math.exp(value + half):.2f})"
-        return f"{math.exp(value):.2f}{interval if has_interval and not math.isnan(half) else ''}"
-
-    return {arm: shown(arm) for arm in targets}
-
-
-def _targets(comparison: Comparison) -> Targets:
     return {
-        arm: {row.seed: row.to_target for row in rows if row.to_target is not None}
-        for arm, rows in comparison.arms.items()
+        arm: _as_ratio(ratio.mean, targets[arm], targets[baseline], has_interval)
+        for arm, ratio in differences_from(logs, baseline).items()
     }
+
+
+def _as_ratio(log: Mean, targets: Mapping[int, Any], of_baseline: Mapping[int, Any], has_interval: bool) -> str:
+    seeds = targets.keys() & of_baseline.keys()
+    misses, base_misses = (any(not of[seed]["reached"] for seed in seeds) for of in (targets, of_baseline))
+    if misses and base_misses:
+        return "unknown"
+    if misses or base_misses:
+        return f"{'at least' if misses else 'at most'} {math.exp(log.value):.2f}"
+    low, high = (math.exp(log.value + sign * log.half_width) for sign in (-1, 1))
+    interval = f" ({low:.2f} to {high:.2f})" if has_interval and not math.isnan(log.half_width) else ""
+    return f"{math.exp(log.value):.2f}{interval}"
 
 
 def _seeds_for(size: float, difference: Difference) -> int | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from bapo_trl.compare.statistics import Mean, differences, mean_over_seeds
-from benchmarks.common import best_rates
+from bapo_trl.compare.statistics import Mean, differences_from, mean_over_seeds
+from benchmarks.common import rows
 from benchmarks.pages import (
     ASYNC_METHODS,
     METHODS,
@@ -22,10 +22,10 @@ from benchmarks.pages import (
     VARIANTS,
     WEIGHTS,
     Finals,
+    async_places,
     finals,
     fraction_until,
     last_accuracy,
-    rows,
 )  # fmt: skip
 from benchmarks.pictures import style_panel
 
@@ -40,9 +40,8 @@ SOME_VARIANTS = (
 
 def effects(by_arm: Finals, baseline: str, names: Mapping[str, str]) -> dict[str, Mean]:
     """Return the differences from the baseline of the arms that `names` has, corrected for all arms, by their name."""
-    found = differences(by_arm, [(arm, baseline) for arm in by_arm if arm != baseline])
-    means = {each.arm: each.mean for each in found}
-    return {name: means[arm] for arm, name in names.items() if arm in means}
+    found = differences_from(by_arm, baseline)
+    return {name: found[arm].mean for arm, name in names.items() if arm in found}
 
 
 def methods() -> dict[str, dict[str, Mean]]:
@@ -71,14 +70,8 @@ def weights() -> dict[str, dict[str, Mean]]:
 
 
 def stale_async() -> dict[str, dict[str, Mean]]:
-    panels = {}
-    for staleness in (1, 4, 16, 64):
-        runs = rows("async_staleness", staleness=staleness)
-        best = best_rates((row for row in runs if row.seed == 0), lambda row: row.arm)
-        by_arm = finals(row for row in runs if row.seed > 0 and row.sweep["learning_rate"] == best[row.arm])
-        compared = {arm: by_arm[arm] for arm in ASYNC_METHODS}
-        panels[f"staleness {staleness}"] = effects(compared, "GRPO", {arm: arm for arm in ASYNC_METHODS})
-    return panels
+    names = {arm: arm for arm in ASYNC_METHODS}
+    return {f"staleness {staleness}": effects(found, "GRPO", names) for staleness, found, _ in async_places()}
 
 
 def scopes() -> dict[str, dict[str, Mean]]:
