@@ -1,0 +1,144 @@
+"""What the log-probabilities of a fixed token sequence tell of the weights of vLLM's engine.
+
+After a weight transfer, engine and trainer compute the log-probabilities of the same tokens. Their changes since an
+earlier reading are compared: an engine with the new weights changes like the trainer, an engine with old weights does
+not, and the difference in arithmetic cancels out. Their difference is compared, too: with the same weights, it is
+rounding, and does not grow.
+
+Invariant: the earlier reading is replaced only once the engine has provably loaded new weights. Changes that are too
+small to decide accumulate until they are large enough.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+NUM_REPEATS = 3  # identical answers in a row, while the trainer changes, after which an engine is considered stale
+ROUNDING = 1e-6  # nats, for float32; lower precision shows as a larger difference between engine and trainer
+
+
+@dataclass(frozen=True)
+class WeightLimits:
+    """Limits of the check; see [`check_server_weights`]."""
+
+    vllm_logp_tolerance: float | None = 0.1
+    min_followed: float = 0.5
+    max_growth: float = 8.0
+
+
+class Answer(NamedTuple):
+    """Log-probabilities of an engine, at temperature 1."""
+
+    logps: torch.Tensor  # of the `N` tokens of the sequence after the first, `(N,)` in float64 on the CPU
+    by_cache: float = 0.0  # largest change of the next token's log-probabilities by the prefix cache, in nats
+
+
+class Reading(NamedTuple):
+    """Log-probabilities of the same `N` tokens at one time, each `(N,)` in float64 on the CPU."""
+
+    trainer: torch.Tensor
+    server: torch.Tensor
+
+    @property
+    def rounding(self) -> torch.Tensor:
+        """Rounding error of each token, `(N,)` in nats: the difference between the two with the same weights."""
+        return (self.server - self.trainer).abs().clamp(min=ROUNDING)
+
+
+def share_followed(before: Reading, now: Reading) -> float:
+    """
+    Return the fraction of the trainer's change that the server followed.
+
+    With `d` the trainer's change of each token's log-probability and `e` the server's, the fraction is
+    `sum(sign(d) * e) / sum(|d|)`: 1 if the server follows, 0 if it does not change. If the mean of `|d|` is 8 times
+    the mean rounding error, which enters twice (before and now), rounding changes the fraction by at most 1/4. For
+    smaller changes, the result is NaN. At `before`, the server had the trainer's weights.
+    """
+    change = now.trainer - before.trainer
+    if not change.abs().mean() >= 8 * before.rounding.mean():
+        return math.nan
+    return ((change.sign() * (now.server - before.server)).sum() / change.abs().sum()).item()
+
+
+def stands_still(before: Reading, now: Reading) -> bool:
+    """
+    Return whether the server's answer is identical to the last bit although the trainer changed.
+
+    In bfloat16, steps far below the rounding error still change the server's answer for nearly all tokens: a median
+    change of 1/100 of the median rounding error is enough. An answer can repeat after a step that changes almost no
+    weight, but not several times in a row.
+    """
+    change = (now.trainer - before.trainer).abs().median()
+    has_moved = change >= max(before.rounding.median().item() / 100, 10 * ROUNDING)
+    return torch.equal(now.server, before.server) and bool(has_moved)
+
+
+class Finding(NamedTuple):
+    """Result of a check."""
+
+    share: float  # of the trainer's change that the engine followed; NaN while it cannot be determined
+    fault: str | None = None  # what is wrong with the engine's weights
+
+
+class WeightHistory:
+    """Compare the answers of one engine with the trainer."""
+
+    def __init__(self, limits: WeightLimits):
+        self.limits = limits
+        # The first reading; the last one at which the engine had followed; the last one at which its answer had
+        # changed at all, or repeated although the trainer changed; and how often in a row it has repeated
+        self._first: Reading | None = None
+        self._followed: Reading | None = None
+        self._moved: Reading | None = None
+        self._repeats = 0
+
+    def compare(self, trainer: torch.Tensor, answer: Answer) -> Finding:
+        """Compare an answer of the engine with the trainer's log-probabilities of the same tokens, `(N,)`."""
+        now, limits = Reading(trainer, answer.logps), self.limits
+        self._first = self._first or now
+        share = self._share(now)
+        difference, growth = now.rounding.mean().item(), self.growth(now)
+        if share < limits.min_followed:
+            fault = (
+                "does not load the trainer's weights: since the last transfer that worked, its log-probabilities of "
+                f"fixed tokens made only {share:.2f} of the trainer's change"
+            )
+        elif limits.vllm_logp_tolerance is not None and not difference <= limits.vllm_logp_tolerance:
+            fault = (
+                "does not have the trainer's weights: its log-probabilities of fixed tokens differ by "
+                f"{difference:.3g} nats on average, and `vllm_logp_tolerance` is {limits.vllm_logp_tolerance:g}"
+            )
+        elif growth > limits.max_growth:
+            fault = (
+                f"loads only a part of the trainer's weights, or late: its log-probabilities of fixed tokens differ "
+                f"by {difference:.3g} nats on average, {growth:.1f} times as much as after the first transfer"
+            )
+        elif limits.vllm_logp_tolerance is not None and answer.by_cache > limits.vllm_logp_tolerance:
+            fault = (
+                "kept its prefix cache across a transfer: with it, log-probabilities of the next token differ by "
+                f"{answer.by_cache:.3g} nats from those without"
+            )
+        else:
+            fault = None
+        return Finding(share, fault)
+
+    def growth(self, now: Reading) -> float:
+        """Return the mean difference between engine and trainer, relative to the one at the first reading."""
+        least = 100 * ROUNDING  # below, rounding of float32 varies by more with the weights
+        return (now.rounding.mean() / max(self._first.rounding.mean().item(), least)).item()
+
+    def _share(self, now: Reading) -> float:
+        self._followed, self._moved = self._followed or now, self._moved or now
+        if stands_still(self._moved, now):
+            self._moved, self._repeats = now, self._repeats + 1
+        elif not torch.equal(now.server, self._moved.server):
+            self._moved, self._repeats = now, 0
+        if self._repeats >= NUM_REPEATS:
+            return 0.0
+        share = share_followed(self._followed, now)
+        if share >= self.limits.min_followed:
+            self._followed = now
+        return share
