@@ -25,12 +25,14 @@ def check_server_weights(
     *,
     vllm_logp_tolerance: float | None = 0.1,
     min_followed: float = 0.5,
-    max_growth: float = 8.0,
+    max_growth: float = 4.0,
+    cache_tolerance: float = 0.01,
 ) -> None:
     """
     Check in each generation step of a TRL trainer that vLLM samples from the trainer's weights.
 
-    Call this after the trainer is made, on all ranks. Once ten checks held, every tenth transfer is checked. The trainer logs `sampling/server_followed`, see docs/metrics.md.
+    Call this after the trainer is made, on all ranks. Once ten checks held, every tenth transfer is checked. The
+    trainer logs `sampling/server_followed`, see docs/metrics.md.
 
     Args:
         trainer:
@@ -41,12 +43,14 @@ def check_server_weights(
             that held.
         vllm_logp_tolerance (`float`, *optional*, defaults to 0.1):
             Largest mean absolute difference between vLLM's and the trainer's log-probabilities of a fixed sequence, in
-            nats per token; doubled for a model in 4 or 8 bits. Also the largest change of a log-probability by the
-            prefix cache. `None` turns both off.
+            nats per token; doubled for a model in 4 or 8 bits. `None` for no limit.
         min_followed (`float`, *optional*, defaults to 0.5):
             Smallest fraction of the trainer's change of these log-probabilities that vLLM must follow.
-        max_growth (`float`, *optional*, defaults to 8):
+        max_growth (`float`, *optional*, defaults to 4):
             Largest ratio of the difference to the one after the first transfer.
+        cache_tolerance (`float`, *optional*, defaults to 0.01):
+            Largest difference of a log-probability, in nats, between what vLLM's prefix cache holds and a new cache,
+            at three checks in a row.
 
     Raises:
         ValueError: If the trainer does not sample through vLLM, or the model takes images.
@@ -67,7 +71,9 @@ def check_server_weights(
         raise InputError("The check cannot send images to vLLM: use a model without images.")
     if vllm_logp_tolerance is not None:
         vllm_logp_tolerance *= 1 + has_quantized_layers(trainer.model)
-    options = WeightCheckOptions(on_failure, WeightLimits(vllm_logp_tolerance, min_followed, max_growth))
+    options = WeightCheckOptions(
+        on_failure, WeightLimits(vllm_logp_tolerance, min_followed, max_growth, cache_tolerance)
+    )
     if hasattr(trainer, "weight_check_options"):  # of a `BAPOTrainer`, or of an earlier call
         trainer.weight_check_options = options
         return

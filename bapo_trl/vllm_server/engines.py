@@ -1,7 +1,9 @@
 """Ask vLLM's engines for log-probabilities: behind a server, or in the trainer's process."""
 
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,22 +15,36 @@ NUM_NEXT = 5  # most probable tokens of which the prefix cache must not change t
 _SAMPLING = {"max_tokens": 1, "temperature": 0.0, "logprobs": NUM_NEXT}
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """An engine, which must be idle or answer requests one by one."""
 
+    @abstractmethod
     def max_length(self) -> int | None:
         """Return the length of the longest sequence that it takes; `None` without an answer."""
 
+    @abstractmethod
     def answer(self, sequence: list[int]) -> Answer | None:
         """Return the log-probabilities of all tokens but the first; `None` without an answer."""
 
+    def _ask(self, sequence: list[int], request: Callable[..., Any], of_next: Callable[[Any], Mapping]) -> tuple:
+        """
+        Return an answer with the log-probabilities of the prompt, and the change of those of the next token by what
+        the prefix cache had.
 
-def by_cache(without: Mapping[Any, float], with_cache: Mapping[Any, float]) -> float:
-    """Return the largest difference between log-probabilities of the same tokens, 0 if none is in both."""
-    return max((abs(without[each] - with_cache[each]) for each in without.keys() & with_cache.keys()), default=0.0)
+        Alone in its request, the sequence is computed in the same way each time. A request for a prompt's
+        log-probabilities reads nothing from the cache. With a salt of its own, the cache of a request is new. Both
+        requests that are compared read as many blocks.
+        """
+        salt = uuid.uuid4().hex
+        whole = request(sequence, salt, prompt_logprobs=0)
+        fresh = of_next(request(sequence, salt))
+        request(sequence, None)  # into the cache, where it is not there yet
+        kept = of_next(request(sequence, None))
+        by_cache = max((abs(fresh[each] - kept[each]) for each in fresh.keys() & kept.keys()), default=0.0)
+        return whole, by_cache
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """
     Engine of a vLLM server.
 
@@ -51,21 +67,23 @@ class ServerEngine:
             return None
 
     def answer(self, sequence: list[int]) -> Answer | None:
-        body = {"model": self._model(), "prompt": sequence, "return_tokens_as_token_ids": True, **_SAMPLING}
         try:
-            # Alone in its request, the sequence is computed in the same way each time. A request for the
-            # log-probabilities of a prompt reads nothing from the prefix cache
-            (whole,) = self._post("/v1/completions", {**body, "prompt_logprobs": 0})["choices"]
-            (cached,) = self._post("/v1/completions", body)["choices"]
-        except OSError:
+            whole, by_cache = self._ask(sequence, self._request, lambda choice: choice["logprobs"]["top_logprobs"][0])
+        except OSError as error:
+            if getattr(error, "response", None) is not None:  # the server rejects the request
+                raise
             return None
         places = zip(sequence[1:], whole["prompt_logprobs"][1:], strict=True)
         logps = [place[str(token)]["logprob"] for token, place in places]
-        of_next = [choice["logprobs"]["top_logprobs"][0] for choice in (whole, cached)]
-        return Answer(torch.tensor(logps, dtype=torch.float64), by_cache(*of_next))
+        return Answer(torch.tensor(logps, dtype=torch.float64), by_cache)
+
+    def _request(self, sequence: list[int], salt: str | None, **extra: int) -> dict:
+        body = {"model": self._model(), "prompt": sequence, "return_tokens_as_token_ids": True, **_SAMPLING, **extra}
+        (choice,) = self._post("/v1/completions", body if salt is None else {**body, "cache_salt": salt})["choices"]
+        return choice
 
 
-class ColocatedEngine:
+class ColocatedEngine(Engine):
     """vLLM's engine in the trainer's process, of a `VLLMGeneration` in colocate mode."""
 
     def __init__(self, generation: Any):
@@ -79,16 +97,20 @@ class ColocatedEngine:
         if generation.enable_sleep_mode:  # asleep, it has no weights
             generation.sync_weights()
             llm.wake_up(tags=["kv_cache"])
-        whole, cached = (self._request(sequence, **extra) for extra in ({"prompt_logprobs": 0}, {}))
+        whole, by_cache = self._ask(
+            sequence,
+            self._request,
+            lambda output: {token: entry.logprob for token, entry in output.outputs[0].logprobs[0].items()},
+        )
         if generation.enable_sleep_mode:
             llm.sleep(level=2)
             generation._llm_weights_sleeping = True
-        logps = [place[token].logprob for token, place in zip(sequence[1:], whole.prompt_logprobs[1:], strict=True)]
-        of_next = ({k: v.logprob for k, v in each.outputs[0].logprobs[0].items()} for each in (whole, cached))
-        return Answer(torch.tensor(logps, dtype=torch.float64), by_cache(*of_next))
+        places = zip(sequence[1:], whole.prompt_logprobs[1:], strict=True)
+        return Answer(torch.tensor([place[token].logprob for token, place in places], dtype=torch.float64), by_cache)
 
-    def _request(self, sequence: list[int], **extra: int) -> Any:
+    def _request(self, sequence: list[int], salt: str | None, **extra: int) -> Any:
         from trl.generation.vllm_generation import SamplingParams  # which TRL imports if vLLM is installed
 
+        prompt = {"prompt_token_ids": sequence} | ({} if salt is None else {"cache_salt": salt})
         sampling = SamplingParams(**_SAMPLING, **extra)
-        return self._generation.llm.generate([{"prompt_token_ids": sequence}], sampling, use_tqdm=False)[0]
+        return self._generation.llm.generate([prompt], sampling, use_tqdm=False)[0]

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 
 
-NUM_REPEATS = 3  # identical answers in a row, while the trainer changes, after which an engine is considered stale
+NUM_REPEATS = (
+    3  # identical answers in a row, while the trainer changes; or answers in a row that the prefix cache changed
+)
 ROUNDING = 1e-6  # nats, for float32; lower precision shows as a larger difference between engine and trainer
 
 
@@ -26,7 +28,8 @@ class WeightLimits:
 
     vllm_logp_tolerance: float | None = 0.1
     min_followed: float = 0.5
-    max_growth: float = 8.0
+    max_growth: float = 4.0
+    cache_tolerance: float = 0.01
 
 
 class Answer(NamedTuple):
@@ -94,11 +97,13 @@ class WeightHistory:
         self._followed: Reading | None = None
         self._moved: Reading | None = None
         self._repeats = 0
+        self._num_cached = 0  # answers in a row that the prefix cache changed
 
     def compare(self, trainer: torch.Tensor, answer: Answer) -> Finding:
         """Compare an answer of the engine with the trainer's log-probabilities of the same tokens, `(N,)`."""
         now, limits = Reading(trainer, answer.logps), self.limits
         self._first = self._first or now
+        self._num_cached = self._num_cached + 1 if answer.by_cache > limits.cache_tolerance else 0
         share = self._share(now)
         difference, growth = now.rounding.mean().item(), self.growth(now)
         if share < limits.min_followed:
@@ -116,10 +121,10 @@ class WeightHistory:
                 f"loads only a part of the trainer's weights, or late: its log-probabilities of fixed tokens differ "
                 f"by {difference:.3g} nats on average, {growth:.1f} times as much as after the first transfer"
             )
-        elif limits.vllm_logp_tolerance is not None and answer.by_cache > limits.vllm_logp_tolerance:
+        elif self._num_cached >= NUM_REPEATS:
             fault = (
-                "kept its prefix cache across a transfer: with it, log-probabilities of the next token differ by "
-                f"{answer.by_cache:.3g} nats from those without"
+                "kept its prefix cache across a transfer: with it, the log-probability of a token differs by "
+                f"{answer.by_cache:.3g} nats from the one with a new cache"
             )
         else:
             fault = None

@@ -55,10 +55,8 @@ class Server(FakeVLLM):
         for number, place in enumerate(choice.get("prompt_logprobs", [None])[1:]):
             for entry in place.values():
                 entry["logprob"] += 1e-6 * math.sin(number + 1000 * entry["logprob"])
-        if self.cached is None:
-            self.cached = choice["logprobs"]
-        if "prompt_logprobs" not in json:
-            choice["logprobs"] = self.cached
+        if "cache_salt" not in json:
+            self.cached = choice["logprobs"] = self.cached or choice["logprobs"]
         return answer
 
 
@@ -192,7 +190,7 @@ def test_the_server_is_asked_once_a_transfer_and_every_tenth_time_after_ten_chec
     check_server_weights(trainer)
     trainer.train()
     # 40 generations: the first has nothing to compare with, ten hold, then each tenth
-    assert len(trainer.vllm_generation.requests) == 2 * (1 + 10 + 2)
+    assert len(trainer.vllm_generation.requests) == 4 * (1 + 10 + 2)
     assert len(shares(trainer)) == 12
 
 
@@ -221,7 +219,7 @@ def test_a_second_call_replaces_the_first(monkeypatch, tmp_path):
     check_server_weights(trainer, min_followed=1.5)
     with pytest.raises(StaleServerError):
         trainer.train()
-    assert len(trainer.vllm_generation.requests) == 2 * 2
+    assert len(trainer.vllm_generation.requests) == 4 * 2
 
 
 def test_a_call_for_a_bapo_trainer_counts_beside_its_setting(monkeypatch, tmp_path):

@@ -116,7 +116,7 @@ def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path):
 
     checked, modes, random_state = run(0.5)
     unchecked, modes_without, random_state_without = run(None)
-    assert len(checked.vllm_generation.requests) == 2 * 4
+    assert len(checked.vllm_generation.requests) == 4 * 4
     assert unchecked.vllm_generation.requests == []
     assert modes == modes_without
     assert torch.equal(random_state, random_state_without)
