@@ -55,7 +55,7 @@ def even_digits_reward(completions, **kwargs) -> list[float]:
     """Reward even digits, which are soon learned, with a bit of noise so that no group ties."""
     texts = [str(each) for each in completions]
     noise = [zlib.crc32(text.encode()) / 2**32 / 100 for text in texts]
-    return [sum(text.count(digit) for digit in "02468") / len(text) + n for text, n in zip(texts, noise, strict=True)]
+    return [sum(text.count(digit) for digit in "02468") / max(len(text), 1) + n for text, n in zip(texts, noise, strict=True)]
 
 
 # Faults: what is sent instead, of the latest, the first and the previous weights; `None` for nothing
