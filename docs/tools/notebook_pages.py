@@ -30,7 +30,7 @@ def on_page_markdown(markdown, **kwargs):
 
 
 def on_page_content(html, **kwargs):
-    """Name the column of each cell, keep flags in one line, and link each picture to its file, which opens larger."""
+    """Name the column of each cell, let flags break at underscores only, and link each picture to its file."""
     html = re.sub(r"<table>.*?</table>", _with_columns, html, flags=re.DOTALL)
     html = re.sub(r"<code[^>]*>.*?</code>", _with_flags, html, flags=re.DOTALL)
     return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', html)
@@ -46,7 +46,8 @@ def _with_columns(table):
         ]
         rows[number] = cells[0] + "".join(labelled)
     is_wide = len(names) > 2
-    return "".join(rows).replace("<table>", "<table data-wide>" if is_wide else "<table>", 1)
+    text = re.sub(r"(?<=<code>)[^<]*", lambda code: code[0].replace("_", "_<wbr>"), "".join(rows))
+    return text.replace("<table>", "<table data-wide>" if is_wide else "<table>", 1)
 
 
 def _with_flags(code):
