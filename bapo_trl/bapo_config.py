@@ -56,6 +56,12 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
     )
 
     # Parameters of the micro-batches
+    negative_weight: float = setting(
+        1.0,
+        "(0, 1]",
+        "Constant weight on the loss of negative-advantage tokens, such as 0.5. 1: none. Needs fixed clip bounds, or "
+        "a loss without any.",
+    )
     micro_batch_layout: str = setting(
         "balanced",
         LAYOUTS,
@@ -185,6 +191,8 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
             check_device(self)
             raise
         self._validate()
+        if self.negative_weight < 1:  # the search's own settings for it
+            self.negative_weight_min, self.positive_contribution_target = self.negative_weight, 1.0
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> "BAPOConfig":

@@ -45,8 +45,8 @@ class BAPOTrainer(ResumableParts):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 
-    BAPO (https://huggingface.co/papers/2510.18927) keeps off-policy training stable: for each optimizer update, it
-    chooses clip bounds with which positive-advantage tokens contribute a target fraction of the policy loss.
+    For each optimizer update, BAPO (https://huggingface.co/papers/2510.18927) chooses clip bounds with which
+    positive-advantage tokens contribute a target fraction of the policy loss.
 
     The trainer adds a replay buffer, partial rollouts, overlapped generation, checks of a vLLM server's weights and
     atomic checkpoints to [`~trl.GRPOTrainer`].

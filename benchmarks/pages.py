@@ -106,6 +106,19 @@ REPLAY = {  # arms of the study: samples, and whether samples of zero advantage 
     "queue, 8 passes, ties replaced": ("buffer, 8 passes", "yes"),
 }
 
+PARTIAL = {  # arms with partial rollouts, and the same without
+    "partial, 1.5": "synchronous",
+    "partial, 1.9": "synchronous",
+    "partial, 1.5, queue, 2 passes": "queue, 2 passes",
+    "partial, 1.5, queue, 2 passes, half rate": "queue, 2 passes, half rate",
+}
+PARTIAL_NAMES = {
+    "partial, 1.5": "oversampling 1.5",
+    "partial, 1.9": "oversampling 1.9",
+    "partial, 1.5, queue, 2 passes": "1.5, replay, 2 passes",
+    "partial, 1.5, queue, 2 passes, half rate": "1.5, replay, 2 passes, half the rate",
+}
+
 
 def finals(runs: Iterable[Row]) -> Finals:
     """Return the final accuracy of each arm by seed."""
@@ -219,7 +232,7 @@ def chat_settings() -> dict[str, Finals]:
             if updates == 4:
                 by_arm.pop(NOT_AT_4, None)
             if AGAINST in by_arm and all(len(seeds) == CHAT_SEEDS for seeds in by_arm.values()):
-                found[f"{name}, {updates} updates"] = by_arm
+                found[f"{name}, {updates} updates per generation"] = by_arm
     return found
 
 
@@ -477,6 +490,26 @@ def overlap_accuracy_table() -> str:
     return markdown([UPDATES, "seeds", "without", "with overlap", "difference"], lines)
 
 
+def partial_finals() -> Finals:
+    """Return the final accuracies of the study of partial rollouts; a seed of each kind of bounds counts as one."""
+    bounds = ("BAPO", "GRPO")
+    return {
+        arm: {
+            len(bounds) * seed + number: final
+            for number, name in enumerate(bounds)
+            for seed, final in finals(rows("partial", bounds=name))[arm].items()
+        }
+        for arm in {*PARTIAL, *PARTIAL.values()}
+    }
+
+
+def partial_accuracy_table() -> str:
+    """Return the differences in final accuracy of partial rollouts from full generations."""
+    found = differences(partial_finals(), list(PARTIAL.items()))
+    lines = [[PARTIAL_NAMES[each.arm], str(len(each.values)), with_interval(each.mean, ".3f", "+")] for each in found]
+    return markdown(["oversampling, replay", "pairs", "difference in final accuracy"], lines)
+
+
 def async_places() -> list[tuple[str, Finals, Mapping[str, str]]]:
     """Return the staleness, the methods on seeds 1 to 5 at their best learning rate on seed 0, and these rates."""
     places = []
@@ -503,13 +536,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "weights": lambda: differences_table(
         AGAINST,
         {
-            f"`{task.replace(' ', '_')}`, {updates} updates": finals(rows("balance", **{TASK: task, UPDATES: updates}))
+            f"`{task.replace(' ', '_')}`, {updates} updates per generation": finals(
+                rows("balance", **{TASK: task, UPDATES: updates})
+            )
             for task in ("running totals", "sums")
             for updates in STALE
         },
         WEIGHTS,
     ),
     "replay": replay_table,
+    "partial_accuracy": partial_accuracy_table,
     "chat": lambda: final_table(chat_settings(), AGAINST, CHAT_NAMES),
     "tied": lambda: final_table(
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"

@@ -4,7 +4,8 @@ The reports in the documentation: trains the runs that they show (about three mi
     python -m benchmarks.report_figures          # writes docs/demo_report.png and docs/report.png
     python -m benchmarks.report_figures FOLDER   # keeps the runs in FOLDER, and trains none that is there
 
-docs/demo_report.png has four panels of the demo, which fit a README; docs/report.png has all panels of two settings.
+docs/demo_report.png has four panels of the demo, which fit a README; docs/report.png has all panels of two settings,
+in two columns for a phone.
 """
 
 import os
@@ -52,7 +53,7 @@ def main() -> None:
         draw_demo(train(folder / "demo"), ROOT / "docs" / "demo_report.png")
         runs = [train(folder / "searched" / f"seed{seed}", *SHORT, "--seed", str(seed)) for seed in (0, 1)]
         runs.append(train(folder / "fixed" / "seed0", *SHORT, "--seed", "0", *FIXED))
-        save_png(group_runs(read_runs(runs)), ROOT / "docs" / "report.png")
+        save_png(group_runs(read_runs(runs)), ROOT / "docs" / "report.png", columns=2)
 
 
 if __name__ == "__main__":

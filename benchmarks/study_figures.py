@@ -6,6 +6,7 @@ Draw figures of docs/results.md and of the reports from the runs in `benchmarks/
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 
@@ -31,9 +32,10 @@ def draw_methods(path: Path) -> None:
 def draw_differences(panels: Mapping[str, Finals], path: Path) -> None:
     """Draw a panel for each setting: the difference from VESPO of each seed, and their mean with its interval."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     arms = [arm for arm in dict.fromkeys(arm for task in panels.values() for arm in task) if arm != AGAINST]
-    figure = Figure(figsize=(1.8 + 3.4 * len(panels), 0.9 + 0.42 * len(arms)), layout="constrained")
+    figure = Figure(figsize=(6.8, 1.2 + 0.5 * len(arms)), layout="constrained")  # for a phone, too
     every_axes = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
     for axes, (title, task) in zip(every_axes, panels.items(), strict=True):
         for found in differences(task, [(arm, AGAINST) for arm in arms if arm in task]):
@@ -41,14 +43,13 @@ def draw_differences(panels: Mapping[str, Finals], path: Path) -> None:
             axes.plot(found.values, [place] * len(found.values), "o", color="0.7", markersize=4)
             axes.errorbar(found.mean.value, place, xerr=found.mean.half_width, fmt="D", color="C0", capsize=3)
         axes.axvline(0, color="0.3", linewidth=1)
-        axes.set(
-            title=f"{title.replace(', ', chr(10))} per generation",
-            xlabel=f"difference in final accuracy from {AGAINST}",
-            yticks=range(len(arms), 0, -1),
-        )
-        axes.set_yticklabels([CHAT_NAMES.get(arm, arm).replace("`", "") for arm in arms])
+        axes.set_title(title.replace(", ", ",\n").replace(" per ", "\nper "), loc="left")
+        axes.set_yticks(range(len(arms), 0, -1))
+        axes.set_yticklabels([fill(CHAT_NAMES.get(arm, arm).replace("`", ""), 22) for arm in arms])
+        axes.xaxis.set_major_locator(MaxNLocator(3))
         axes.grid(axis="x", alpha=0.25)
-    figure.savefig(path, dpi=110)
+    figure.supxlabel(f"difference in final accuracy from {AGAINST}, after 64 updates", fontsize=10)
+    figure.savefig(path, dpi=150)
 
 
 def draw_contributions(runs: Iterable[Row], path: Path) -> None:
@@ -57,7 +58,7 @@ def draw_contributions(runs: Iterable[Row], path: Path) -> None:
 
     settings = by_setting(runs)
     stalenesses = sorted({updates for updates, _ in settings})
-    figure = Figure(figsize=(4.8 * len(stalenesses), 4.2), layout="constrained")
+    figure = Figure(figsize=(3.4 * len(stalenesses), 4.4), layout="constrained")
     every_axes = figure.subplots(1, len(stalenesses), squeeze=False, sharey=True)[0]
     for axes, updates in zip(every_axes, stalenesses, strict=True):
         places = sorted(contribution for each, contribution in settings if each == updates)
@@ -66,11 +67,12 @@ def draw_contributions(runs: Iterable[Row], path: Path) -> None:
             values, widths = (np.array([getattr(m, name) for m in found.values()]) for name in ("value", "half_width"))
             (line,) = axes.plot(list(found), values, "o--" if arm == APART else "o-", label=arm, markersize=4)
             axes.fill_between(list(found), values - widths, values + widths, alpha=0.08, color=line.get_color())
-        axes.set(title=f"{updates} updates per generation", xlabel="positive contribution at the start", xticks=places)
+        axes.set(xlabel="positive contribution at the start", xticks=places)
+        axes.set_title(f"{updates} updates per generation,\nafter 256 updates", fontsize=11, loc="left")
         axes.grid(alpha=0.25)
     every_axes[0].set_ylabel("final accuracy (band: 95 % interval)")
-    figure.legend(*every_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.legend(*every_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:

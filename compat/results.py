@@ -150,7 +150,7 @@ def versions_page() -> str:
         "# Versions and hardware",
         "bapo_trl runs on Python 3.11 to 3.13. `constraints.txt` is one set of exact versions that passes the tests.",
         _table(ranges),
-        "Each range starts at the version of the corner `oldest`, and has no end. With a TRL release that lacks "
+        "Each range starts at the oldest tested version, and has no end. With a TRL release that lacks "
         "methods that bapo_trl uses, the import raises an error with their names. "
         "[Tested versions](../compat/TESTED.md) has the combinations that were run.",
         "## Optional packages and features",

@@ -17,6 +17,7 @@ from bapo_trl.checkpoints.curves import CURVES_FILE
 from bapo_trl.clip_bounds import Contributions, contributions, search_bounds, size_contributions
 from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.clip_bounds.tokens import policy_tokens
+from bapo_trl.errors import InputError
 from tests.helpers.alike import assert_same_logs, assert_same_weights
 from tests.helpers.toy import CPU, toy_model, toy_run, toy_trainer, training_logs
 from tests.test_bapo_trainer import (
@@ -143,6 +144,32 @@ def test_no_weight_is_constant_where_there_are_bounds_to_search_or_no_weights(tm
     searched = BAPOConfig(tmp_path, **CPU, positive_contribution_target=1.0, negative_weight_min=0.5)
     assert (searched.has_constant_weight, searched.is_adaptive) == (False, True)
     assert not BAPOConfig(tmp_path, **CPU, loss_type="vespo").has_constant_weight
+
+
+def test_a_constant_weight_has_a_setting_of_its_own(tmp_path):
+    config = BAPOConfig(tmp_path, **CPU, loss_type="vespo", negative_weight=0.5)
+    assert (config.negative_weight_min, config.positive_contribution_target) == (0.5, 1.0)
+    assert config.has_constant_weight
+    same = {"negative_weight_min": 0.5, "positive_contribution_target": 1.0}
+    assert BAPOConfig(tmp_path, **CPU, loss_type="vespo", negative_weight=0.5, **same).has_constant_weight
+    fixed = {"ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
+    assert BAPOConfig(tmp_path, **CPU, **fixed, negative_weight=0.5).has_constant_weight
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "but BAPO searches the clip bounds"),
+        ({"loss_type": "vespo", "negative_weight_min": 0.05}, "but `negative_weight_min` is 0.05: remove one"),
+        (
+            {"loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 0.8},
+            "is 0.8: remove",
+        ),
+    ],
+)
+def test_a_constant_weight_beside_a_search_is_an_error(tmp_path, settings, message):
+    with pytest.raises(InputError, match=message):
+        BAPOConfig(tmp_path, **CPU, **settings, negative_weight=0.5)
 
 
 @pytest.mark.trainings

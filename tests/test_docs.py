@@ -50,6 +50,17 @@ def test_generated_pages_are_up_to_date():
         assert page.read_text() == pages.filled(page.read_text()), (page, COMMANDS)
 
 
+def test_the_site_names_the_column_of_a_cell_and_keeps_flags_whole():
+    hook = runpy.run_path(str(ROOT / "docs" / "tools" / "notebook_pages.py"))["on_page_content"]
+    head = "<thead><tr><th>flag</th><th>default</th><th>a <code>b</code></th></tr></thead>"
+    cells = "<td><code>--seed 3</code></td><td></td><td>text -- more</td>"
+    page = hook(f"<table>{head}<tbody><tr>{cells}</tr></tbody></table>")
+    assert '<td data-column="flag"><code><span class="flag">--seed</span> 3</code></td>' in page
+    assert '<td data-column="default"></td><td data-column="a b">text -- more</td>' in page
+    assert page.startswith("<table data-wide>")
+    assert hook('<img alt="A" src="a.png">') == '<a href="a.png"><img alt="A" src="a.png"></a>'
+
+
 def test_metrics_of_ours_are_on_their_page():
     on_page = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "metrics.md").read_text()))
     assert {*UPDATE_METRICS, *REPLAY_METRICS, *MISMATCH_METRICS, *SERVER_METRICS} <= on_page

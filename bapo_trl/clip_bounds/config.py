@@ -88,9 +88,7 @@ class BoundSearchConfig:
         1.0,
         "(0, 1]",
         "How far the loss of negative-advantage tokens may be scaled down when the bounds alone miss "
-        "`positive_contribution_target`: the smallest weight. 1: never, as in the paper. To use a constant weight, "
-        "fix both bounds (or use a loss without any) and set `positive_contribution_target` to 1. A constant weight "
-        "needs no extra forward pass.",
+        "`positive_contribution_target`: the smallest weight. 1: never, as in the paper.",
     )
 
     @property

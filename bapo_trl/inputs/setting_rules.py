@@ -39,6 +39,23 @@ def _check_search(config: Any) -> None:
             "to at least 1, e.g. 3.0, or unset it."
         )
     check_bounds(config)
+    _check_constant_weight(config)
+
+
+def _check_constant_weight(config: Any) -> None:
+    if config.negative_weight == 1:
+        return
+    if not config.bound_grid.is_fixed:
+        raise InputError(
+            f"`negative_weight` is {config.negative_weight}, but BAPO searches the clip bounds: set each "
+            "`ratio_..._start` equal to its `ratio_..._max`, or choose a `loss_type` without bounds, e.g. 'vespo'."
+        )
+    for name, constant in (("negative_weight_min", config.negative_weight), ("positive_contribution_target", 1.0)):
+        if getattr(config, name) not in (getattr(type(config), name), constant):
+            raise InputError(
+                f"`negative_weight` is {config.negative_weight}, a constant, but `{name}` is {getattr(config, name)}: "
+                "remove one of them."
+            )
 
 
 def check_bounds(config: Any) -> None:

@@ -36,6 +36,7 @@ _GREY = "0.45"
 _STYLES = ("-", "--", ":")  # of the lines of a panel
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 MOST_PANELS = 9
+_WIDTH = 4.2  # of a panel, in inches
 
 ACCURACY = Panel("Accuracy (avg@k) or mean reward", (Line("accuracy", "accuracy"),), limits=(0.0, None))
 
@@ -108,16 +109,16 @@ def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
     return [panel for panel in PANELS if any(has_data(panel, run) for run in runs)][:MOST_PANELS]
 
 
-def save_png(groups: Sequence[Group], path: Path, panels: Sequence[Panel] = ()) -> None:
-    """Draw panels into one image; by default all that have data, at least one."""
+def save_png(groups: Sequence[Group], path: Path, panels: Sequence[Panel] = (), columns: int = 3) -> None:
+    """Draw panels into one image, at most `columns` side by side; by default all that have data, at least one."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # not pyplot, which would choose a window and keep the figure
     from matplotlib.lines import Line2D
 
     panels = panels or drawn_panels(groups)
-    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.2 * columns, 2.5 * rows + 0.5), layout="constrained")
+    figure = Figure(figsize=(_WIDTH * columns, 2.7 * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, place in zip(panels, axes, strict=False):
         _draw(place, panel, groups)
@@ -162,7 +163,11 @@ def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
         if name:
             shown[name] = mark
     if len(shown) > 1:
-        legend = axes.legend(shown.values(), shown, fontsize="small", framealpha=0.7)
+        entries = max(1, int(_WIDTH / (0.5 + 0.08 * max(map(len, shown)))))  # in a line
+        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.12), "borderaxespad": 0}  # where it covers no line
+        legend = axes.legend(
+            shown.values(), shown, fontsize="small", ncols=min(entries, len(shown)), frameon=False, **below
+        )
         for handle in legend.legend_handles if len(groups) > 1 else ():
             handle.set_color(_GREY)
     if panel.is_log:

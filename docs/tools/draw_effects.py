@@ -8,14 +8,18 @@ Intervals of differences have Holm's correction for the comparisons of a panel.
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from bapo_trl.compare.statistics import Mean, differences_from, mean_over_seeds
+from bapo_trl.compare.statistics import Mean, differences, differences_from, mean_over_seeds
 from benchmarks.common import rows
 from benchmarks.pages import (
     ASYNC_METHODS,
     METHODS,
+    PARTIAL,
+    PARTIAL_NAMES,
     REPLAY,
     TASK,
     UPDATES,
@@ -26,6 +30,7 @@ from benchmarks.pages import (
     finals,
     fraction_until,
     last_accuracy,
+    partial_finals,
 )  # fmt: skip
 from benchmarks.pictures import style_panel
 
@@ -46,8 +51,8 @@ def effects(by_arm: Finals, baseline: str, names: Mapping[str, str]) -> dict[str
 
 def methods() -> dict[str, dict[str, Mean]]:
     panels = {}
-    for updates, title in (("16", "16 updates per generation:\n64 updates, 1.3 M tokens"),
-                           ("64", "64 updates per generation:\n128 updates, 2.7 to 3.0 M tokens")):  # fmt: skip
+    for updates, title in (("16", "16 updates per generation:\n64 updates,\n1.3 M tokens"),
+                           ("64", "64 updates per generation:\n128 updates,\n2.7 to 3.0 M tokens")):  # fmt: skip
         by_arm = finals(rows("stability", **{TASK: "running totals", UPDATES: updates}))
         compared = {arm: by_arm[arm] for arm in ("BAPO", *METHODS)}
         panels[title] = effects(compared, "BAPO", {arm: arm for arm in METHODS})
@@ -62,10 +67,11 @@ def variants() -> dict[str, dict[str, Mean]]:
 
 def weights() -> dict[str, dict[str, Mean]]:
     panels = {}
-    for task in ("running totals", "sums"):
+    for task, length in (("running totals", 128), ("sums", 256)):
         by_arm = finals(rows("balance", **{TASK: task, UPDATES: "64"}))
         compared = {arm: by_arm[arm] for arm in ("VESPO", *WEIGHTS) if arm in by_arm}
-        panels[task] = effects(compared, "VESPO", {arm: WEIGHTS[arm] for arm in list(WEIGHTS)[:3]})
+        names = {arm: WEIGHTS[arm] for arm in list(WEIGHTS)[:3]}
+        panels[f"{task},\nafter {length} updates"] = effects(compared, "VESPO", names)
     return panels
 
 
@@ -76,7 +82,10 @@ def stale_async() -> dict[str, dict[str, Mean]]:
 
 def scopes() -> dict[str, dict[str, Mean]]:
     names = {scope: scope for scope in ("carried_over", "micro_batch")}
-    return {f"{n} updates": effects(finals(rows(f"scopes_{n}")), "batch", names) for n in ("16", "64")}
+    return {
+        f"{n} updates per generation,\nafter {length} updates": effects(finals(rows(f"scopes_{n}")), "batch", names)
+        for n, length in (("16", 64), ("64", 128))
+    }
 
 
 def overlap() -> dict[str, dict[str, Mean]]:
@@ -86,6 +95,12 @@ def overlap() -> dict[str, dict[str, Mean]]:
         name = {"BAPO, overlapped": f"{updates} updates per generation"}
         found |= effects({arm: by_arm[arm] for arm in ("BAPO", *name)}, "BAPO", name)
     return {"": found}
+
+
+def partial_rollouts() -> dict[str, dict[str, Mean]]:
+    by_arm = partial_finals()
+    found = {each.arm: each.mean for each in differences(by_arm, list(PARTIAL.items()))}
+    return {"": {name: found[arm] for arm, name in PARTIAL_NAMES.items()}}
 
 
 def replay() -> dict[str, dict[str, Mean]]:
@@ -106,9 +121,14 @@ PICTURES = {
     "effect_methods": (methods, f"{DIFFERENCE} from BAPO, 3 to 5 seeds", 0),
     "effect_variants": (variants, f"{DIFFERENCE} from BAPO, 64 updates per generation, 3 seeds, after 128 updates", 0),
     "effect_weight": (weights, f"{DIFFERENCE} from VESPO, 64 updates per generation", 0),
-    "effect_scopes": (scopes, f"{DIFFERENCE} from batch, by updates per generation", 0),
+    "effect_scopes": (scopes, f"{DIFFERENCE} from batch", 0),
     "effect_async": (stale_async, f"{DIFFERENCE} from GRPO, after 128 updates, 5 seeds", 0),
     "effect_overlap": (overlap, f"{DIFFERENCE}, with overlap - without, after 128 updates, 5 seeds", 0),
+    "effect_partial": (
+        partial_rollouts,
+        f"{DIFFERENCE}, with - without partial rollouts, after equally many updates, 6 pairs",
+        0,
+    ),
     "effect_replay": (replay, "generated tokens until the accuracy of one pass, relative to its run, 5 seeds", 1),
 }
 
@@ -116,18 +136,23 @@ PICTURES = {
 def draw(path: Path, panels: Mapping[str, Mapping[str, Mean]], label: str, reference: float) -> None:
     """Draw a panel for each entry: the means of its arms, with their 95 % intervals, and a line at no effect."""
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    figure = Figure(figsize=(9, 1.3 + 0.45 * len(names)), layout="constrained")
-    every_axes = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
+    columns = 2 if len(panels) == 4 else len(panels)
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(6.6, 0.9 + lines * (0.4 + 0.4 * len(names))), layout="constrained")  # for a phone, too
+    every_axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for axes, (title, panel) in zip(every_axes, panels.items(), strict=True):
         places = [len(names) - names.index(name) for name in panel]
         values, widths = ([getattr(mean, part) for mean in panel.values()] for part in ("value", "half_width"))
-        axes.errorbar(values, places, xerr=widths, fmt="o", color="#0072B2", capsize=4, markersize=7, linewidth=2)
+        axes.errorbar(values, places, xerr=widths, fmt="o", color="#0072B2", capsize=4, markersize=6, linewidth=2)
         axes.axvline(reference, color="0.3", linewidth=1)
         axes.set(yticks=range(len(names), 0, -1), ylim=(0.4, len(names) + 0.6))
-        axes.set_yticklabels(names)
-        style_panel(axes, "", "", title)
-    figure.supxlabel(label, fontsize=12)
-    figure.savefig(path, dpi=120, facecolor="white")
+        axes.set_yticklabels([fill(name, 26, break_long_words=False) for name in names])
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        style_panel(axes, "", "", "")
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.tick_params(labelsize=10.5)
+    figure.supxlabel(fill(label, 68), fontsize=10.5)
+    figure.savefig(path, dpi=150, facecolor="white")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ GROUPS = {
     ),
     "Weight of negative tokens": (
         "Off by default. [How BAPO works](how_bapo_works.md) has the formula.",
-        ("negative_weight_min",),
+        ("negative_weight",),
     ),
     "Micro-batches": (
         "Compute no padding, and no sample without a gradient ([Micro-batches](micro_batches.md)).",

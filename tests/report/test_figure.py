@@ -57,6 +57,8 @@ def test_a_run_has_the_panels_it_has_data_for(report, tmp_path, capsys):
     assert legend(found["Positive contribution (fraction of the loss)"]) == ["as trained", "at start bounds", "target"]
     assert legend(found["Clip bounds (importance ratio)"]) == ["upper bound", "lower bound", "ratio 1: on-policy"]
     assert legend(found["Importance ratios"]) == ["mean", "largest", "smallest", "healthy mean"]
+    for axes in found.values():  # no legend covers a line
+        assert not axes.get_legend() or axes.get_legend().get_window_extent().y1 <= axes.get_window_extent().y0
     assert "band" not in figure.get_supxlabel()
     assert figure.get_suptitle() == "VESPO: mine"
     printed = capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_a_method_goes_before_a_recipe_and_beside_flags(flags, wanted):
 
 def test_a_recipe_may_name_a_method_with_more(tmp_path):
     recipe = tmp_path / "own.yaml"
-    recipe.write_text("method: vespo\nnegative_weight_min: 0.5\npositive_contribution_target: 1.0\n")
+    recipe.write_text("method: vespo\nnegative_weight: 0.5\n")
     wanted = {"loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0}
     assert settings("--config", str(recipe), **wanted) == wanted
     reset = {"loss_type": "dapo", "negative_weight_min": 1.0, "positive_contribution_target": 0.5}

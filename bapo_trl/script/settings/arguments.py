@@ -110,7 +110,8 @@ class BAPOScriptArguments(ScriptArguments):
         default=False,
         metadata={
             "help": "Whether to only print what the run would do: samples, updates, staleness, memory, the first "
-            "prompt, and the value of each reward function. Loads no weights and writes nothing."
+            "prompt, and the value of each reward function. Loads no weights, and "
+            "writes only to the libraries' caches."
         },
     )
     dry_run_mean_length: int | None = field(

@@ -50,6 +50,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 METHOD_SETTINGS = (
     *(f"ratio_{side}_{part}" for side in ("lower", "upper") for part in ("start", "max", "step")),
     "positive_contribution_target", "contribution_measure", "search_order", "negative_weight_min",
+    "negative_weight",
     "delta", "importance_sampling_level", "epsilon_high",
 )  # fmt: skip
 """Settings that define a method, besides the loss."""
