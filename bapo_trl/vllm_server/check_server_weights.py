@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..upstream.trl_compat import get_config_model_id
 from .engines import ServerEngine
 from .quantized import has_quantized_layers
-from .weight_check import WeightCheck, WeightCheckOptions, choose_sequence, make_check
+from .weight_check import Sequence, WeightCheck, WeightCheckOptions, choose_sequence, make_check
 from .weight_readings import WeightLimits
 
 
@@ -92,7 +92,7 @@ class _TransferCheck:
         self._check: WeightCheck | None = None
         self._options: WeightCheckOptions | None = None
 
-    def __call__(self, choose: Callable[[int], list[int]]) -> None:
+    def __call__(self, choose: Callable[[int], Sequence]) -> None:
         trainer = self._trainer
         if self._check is None or self._options is not trainer.weight_check_options:
             self._options = trainer.weight_check_options
@@ -150,13 +150,14 @@ class _AfterTransfers(TrainerCallback):
         response.raise_for_status()
         return response.json()
 
-    def _sample(self, length: int) -> list[int]:
+    def _sample(self, length: int) -> Sequence:
         """Return text that the server samples by itself, which is likely under the policy."""
         start = self._trainer.processing_class.eos_token_id
         body = {"model": self._served_model(), "prompt": [start], "max_tokens": length - 1, "seed": 0}
         extra = {"ignore_eos": True, "return_token_ids": True}
         (choice,) = self._post("/v1/completions", {**body, **extra})["choices"]
-        return [start, *choice["token_ids"]]
+        ids = [start, *choice["token_ids"]]
+        return Sequence(ids, [True] * len(ids))
 
 
 def _packed_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -15,7 +15,7 @@ from ..batch.scoring import score_completions
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..upstream.forward_passes import in_eval_mode
 from .engines import ColocatedEngine, Engine, ServerEngine
-from .weight_readings import Answer, WeightHistory, WeightLimits
+from .weight_readings import Answer, Finding, WeightHistory, WeightLimits
 
 
 NUM_SAMPLES, MAX_TOKENS = 8, 512  # of the sequence, which consists of the ends of some samples
@@ -37,10 +37,18 @@ class WeightCheckOptions:
     limits: WeightLimits = field(default_factory=WeightLimits)
 
 
-def choose_sequence(batch: Mapping[str, torch.Tensor], length: int) -> list[int]:
+class Sequence(NamedTuple):
+    """Tokens whose log-probabilities are compared."""
+
+    ids: list[int]
+    are_compared: list[bool]  # not those of prompts, which may be unlikely under the policy and round more
+
+
+def choose_sequence(batch: Mapping[str, torch.Tensor], length: int) -> Sequence:
     """Return the ends of some samples of TRL's batch, concatenated, with at most `length` tokens."""
-    samples = sampled_sequences(batch, NUM_SAMPLES)
-    return [token for ids in samples for token in ids[-MAX_TOKENS // NUM_SAMPLES :].tolist()][:length]
+    ends = [part[-MAX_TOKENS // NUM_SAMPLES :] for each in sampled_sequences(batch, NUM_SAMPLES) for part in each]
+    ids, written = (torch.cat(parts)[:length].tolist() for parts in (ends[::2], ends[1::2]))
+    return Sequence(ids, written if any(written[1:]) else [True] * len(ids))
 
 
 class WeightCheck:
@@ -67,7 +75,7 @@ class WeightCheck:
     ):
         self._accelerator, self._engine, self._compute_logits = accelerator, engine, compute_logits
         self._options, self._history = options, WeightHistory(options.limits)
-        self._sequence: list[int] | None = None  # the same on all ranks
+        self._sequence: Sequence | None = None  # the same on all ranks
         self._has_asked = False  # since the latest comparison; the same on all ranks
         self._answer: Answer | None = None  # of this rank's engine, until it is compared
         self._warns = True  # of the next failure; the same on all ranks
@@ -83,7 +91,7 @@ class WeightCheck:
         self._num_unchecked += 1
         return self._num_held < NUM_HELD or self._num_unchecked >= INTERVAL
 
-    def ask(self, choose: Callable[[int], list[int]]) -> None:
+    def ask(self, choose: Callable[[int], Sequence]) -> None:
         """
         Ask the engine after a transfer. It must be idle.
 
@@ -93,7 +101,7 @@ class WeightCheck:
             self._sequence = on_main_process(lambda: self._choose(choose))
         if self._sequence is not None:
             with raising_on_all_ranks():
-                self._answer = None if self._engine is None else self._engine.answer(self._sequence)
+                self._answer = None if self._engine is None else self._engine.answer(self._sequence.ids)
             self._has_asked, self._num_unchecked = True, 0
 
     def __call__(self, model: torch.nn.Module) -> dict[str, float]:
@@ -109,7 +117,7 @@ class WeightCheck:
             return {}
         answer, self._answer, self._has_asked = self._answer, None, False
         trainer = self._ask_trainer(model)  # on all ranks: each may hold a part of the weights
-        finding = None if answer is None else self._history.compare(trainer, answer)
+        finding = None if answer is None else self._compare(trainer, answer)
         found = [each for each in gather_object([finding]) if each is not None]
         fault = next((each.fault for each in found if each.fault), None)
         if fault is not None:
@@ -121,9 +129,13 @@ class WeightCheck:
         self._num_held += bool(shares)
         return {"sampling/server_followed": min(shares)} if shares else {}
 
-    def _choose(self, choose: Callable[[int], list[int]]) -> list[int] | None:
+    def _choose(self, choose: Callable[[int], Sequence]) -> Sequence | None:
         longest = self._engine.max_length() if self._engine is not None else None
         return None if longest is None else choose(min(MAX_TOKENS, longest - 1))  # vLLM must generate one token more
+
+    def _compare(self, trainer: torch.Tensor, answer: Answer) -> Finding:
+        compared = torch.tensor(self._sequence.are_compared[1:])
+        return self._history.compare(trainer[compared], answer._replace(logps=answer.logps[compared]))
 
     def _report(self, fault: str) -> None:
         message = (
@@ -139,7 +151,7 @@ class WeightCheck:
     @torch.no_grad()
     def _ask_trainer(self, model: torch.nn.Module) -> torch.Tensor:
         """Return the log-probabilities of all tokens but the first, at temperature 1."""
-        ids = torch.tensor([self._sequence], device=self._accelerator.device)
+        ids = torch.tensor([self._sequence.ids], device=self._accelerator.device)
         with in_eval_mode(model), self._accelerator.autocast():
             logits = self._compute_logits(model, ids)
         return -cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none").cpu().double()
