@@ -18,7 +18,7 @@ from .engines import ColocatedEngine, Engine, ServerEngine
 from .weight_readings import Answer, Finding, WeightHistory, WeightLimits
 
 
-NUM_SAMPLES, MAX_TOKENS = 8, 512  # of the sequence, which consists of the ends of some samples
+NUM_SAMPLES, MAX_TOKENS = 8, 512  # of the sequence
 NUM_HELD, INTERVAL = 10, 10  # checks in a row that held, and then transfers from one check to the next
 
 SERVER_METRICS = ("sampling/server_followed",)
@@ -45,9 +45,10 @@ class Sequence(NamedTuple):
 
 
 def choose_sequence(batch: Mapping[str, torch.Tensor], length: int) -> Sequence:
-    """Return the ends of some samples of TRL's batch, concatenated, with at most `length` tokens."""
-    ends = [part[-MAX_TOKENS // NUM_SAMPLES :] for each in sampled_sequences(batch, NUM_SAMPLES) for part in each]
-    ids, written = (torch.cat(parts)[:length].tolist() for parts in (ends[::2], ends[1::2]))
+    """Return some samples of TRL's batch, one after the other from their beginning, with at most `length` tokens."""
+    ids, written = (
+        torch.cat(parts)[:length].tolist() for parts in zip(*sampled_sequences(batch, NUM_SAMPLES), strict=True)
+    )
     return Sequence(ids, written if any(written[1:]) else [True] * len(ids))
 
 
