@@ -30,7 +30,7 @@ from trl.generation import vllm_generation
 from bapo_trl import StaleServerError, check_server_weights
 from bapo_trl.tasks import character_tokenizer, load_task, smollm2_path
 from bapo_trl.vllm_server import weight_check
-from bapo_trl.vllm_server.weight_readings import WeightHistory
+from bapo_trl.vllm_server.weight_readings import Reading, WeightHistory
 from benchmarks.common import RESULTS, save_result
 from benchmarks.tiny_model import MODEL_SETTINGS, tiny_model
 from benchmarks.warm_start import warm_start_path
@@ -124,9 +124,9 @@ def recorded() -> Iterator[list[dict[str, float]]]:
 
     def recording(self, trainer, answer):
         found = compare(self, trainer, answer)
-        difference = (answer.logps - trainer).abs().mean().item()
-        first = self._first.rounding.mean().item()
-        seen.append({"difference": difference, "first": first, "share": found.share, "by_cache": answer.by_cache})
+        now = Reading(trainer, answer.logps)
+        values = {"difference": self.difference(now), "growth": self.growth(now)}
+        seen.append({**values, "share": found.share, "by_cache": answer.by_cache})
         return found
 
     with patch.object(WeightHistory, "compare", recording):
@@ -177,12 +177,11 @@ def find(name: str, model: Path, port: int, setting: str, fault, begins: int = 1
 
 def extremes(seen: list[dict[str, float]]) -> dict[str, float]:
     shares = [each["share"] for each in seen if not math.isnan(each["share"])]
-    growth = [each["difference"] / max(each["first"], 1e-4) for each in seen]
     found = {
         "checks": len(seen),
-        "first_difference": seen[0]["first"],
+        "first_difference": seen[0]["difference"],
         "largest_difference": max(each["difference"] for each in seen),
-        "largest_growth": max(growth),
+        "largest_growth": max(each["growth"] for each in seen),
         "largest_by_cache": max(each["by_cache"] for each in seen),
     }
     if shares:

@@ -105,7 +105,7 @@ class WeightHistory:
         self._first = self._first or now
         self._num_cached = self._num_cached + 1 if answer.by_cache > limits.cache_tolerance else 0
         share = self._share(now)
-        difference, growth = now.rounding.mean().item(), self.growth(now)
+        difference, growth = self.difference(now), self.growth(now)
         if share < limits.min_followed:
             fault = (
                 "does not load the trainer's weights: since the last transfer that worked, its log-probabilities of "
@@ -130,10 +130,19 @@ class WeightHistory:
             fault = None
         return Finding(share, fault)
 
+    def difference(self, now: Reading) -> float:
+        """
+        Return the mean absolute difference between engine and trainer, weighted by the tokens' first probabilities.
+
+        Low precision rounds the log-probabilities of unlikely tokens most.
+        """
+        weights = self._first.trainer.exp()
+        return ((weights * now.rounding).sum() / weights.sum()).item()
+
     def growth(self, now: Reading) -> float:
-        """Return the mean difference between engine and trainer, relative to the one at the first reading."""
+        """Return the difference relative to the one at the first reading."""
         least = 100 * ROUNDING  # below, rounding of float32 varies by more with the weights
-        return (now.rounding.mean() / max(self._first.rounding.mean().item(), least)).item()
+        return self.difference(now) / max(self.difference(self._first), least)
 
     def _share(self, now: Reading) -> float:
         self._followed, self._moved = self._followed or now, self._moved or now
