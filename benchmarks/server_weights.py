@@ -31,7 +31,7 @@ from bapo_trl import StaleServerError, check_server_weights
 from bapo_trl.tasks import character_tokenizer, load_task, smollm2_path
 from bapo_trl.vllm_server import weight_check
 from bapo_trl.vllm_server.weight_readings import Reading, WeightHistory
-from benchmarks.common import RESULTS, save_result
+from benchmarks.common import RESULTS, save_result, spread
 from benchmarks.tiny_model import MODEL_SETTINGS, tiny_model
 from benchmarks.warm_start import warm_start_path
 
@@ -203,12 +203,18 @@ def healthy(name: str, model: Path, port: int, setting: str, transfers: int, **m
     return row | extremes(seen)
 
 
-def cost(model: Path, port: int, updates: int = 42) -> dict[str, Any]:
-    """Return the fraction of a step that the check takes, while each transfer is checked and afterwards."""
-    more = {"per_device_train_batch_size": 64, "max_completion_length": 96}
-    trainer = make_trainer(model, port, updates, **SETTINGS["LoRA, 1e-4"], **more)
+def cost(model: Path, port: int, updates: int = 12) -> dict[str, Any]:
+    """Return the seconds of a step and of a check, each transfer being checked."""
+    trainer = make_trainer(model, port, updates, **SETTINGS["LoRA, 1e-4"], per_device_train_batch_size=32)
     check_server_weights(trainer)
     spent: list[float] = []
+    begins: list[float] = []
+    generate = trainer._generate_and_score_completions
+
+    def counted(inputs: Any) -> Any:
+        begins.append(time.perf_counter())
+        spent.append(0.0)
+        return generate(inputs)
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -220,24 +226,16 @@ def cost(model: Path, port: int, updates: int = 42) -> dict[str, Any]:
 
         return call
 
-    ends: list[float] = []
-    generate = trainer._generate_and_score_completions
-
-    def counted(inputs: Any) -> Any:
-        ends.append(time.perf_counter())
-        spent.append(0.0)
-        return generate(inputs)
-
     trainer._generate_and_score_completions = counted
-    check = weight_check.WeightCheck
     with ExitStack() as stack:
-        for method in ("ask", "__call__"):
-            stack.enter_context(patch.object(check, method, timed(getattr(check, method))))
+        for name in ("ask", "__call__"):
+            method = timed(getattr(weight_check.WeightCheck, name))
+            stack.enter_context(patch.object(weight_check.WeightCheck, name, method))
         trainer.train()
-    steps = [end - begin for begin, end in itertools.pairwise(ends)]
-    dense, later = slice(2, 11), slice(11, updates - 1)
-    row = {name: sum(spent[part]) / sum(steps[part]) for name, part in (("dense", dense), ("later", later))}
-    row = {"cost": {k: round(v, 4) for k, v in row.items()}, "seconds_of_a_step": round(sum(steps) / len(steps), 3)}
+    # Without the first step, which starts up, and the last one, whose end is not recorded
+    steps = [end - begin for begin, end in itertools.pairwise(begins)][1:]
+    shares = [check / (step - check) for check, step in zip(spent[1:-1], steps, strict=True)]
+    row = {"check_s": spread(spent[1:-1]), "step_s": spread(steps), "of_a_step": spread(shares)}
     print(row, flush=True)
     return row
 
@@ -296,8 +294,6 @@ def main() -> None:
                 for setting in SETTINGS:
                     add("healthy", healthy("untied", untied, port, setting, args.transfers))
                 add("healthy", healthy("untied", untied, port, "LoRA, 1e-4", args.transfers, dtype="bfloat16"))
-            if "cost" in parts:
-                add("cost", cost(untied, port))
         if "faults" in parts:
             with serving(untied, "--dtype", "float32") as port:
                 kinds = {"each transfer one late": one_late, "norms in another type": norms_in_bfloat16}
@@ -310,7 +306,10 @@ def main() -> None:
         if "healthy" in parts:
             with serving(tied, *in_16_bits) as port:
                 add("healthy", healthy("tied", tied, port, "full, 1e-6", args.transfers))
-            with serving(smollm2_path(), *in_16_bits) as port:
+        with serving(smollm2_path(), *in_16_bits) as port:
+            if "cost" in parts:
+                add("cost", cost(smollm2_path(), port))
+            if "healthy" in parts:
                 add("healthy", healthy("SmolLM2-135M", smollm2_path(), port, "LoRA, 1e-4", args.transfers))
 
 

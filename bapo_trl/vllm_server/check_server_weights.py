@@ -42,8 +42,8 @@ def check_server_weights(
             `"raise"` raises the error on all ranks, `"warn"` warns and continues. The next warning comes after a check
             that held.
         vllm_logp_tolerance (`float`, *optional*, defaults to 0.1):
-            Largest mean absolute difference between vLLM's and the trainer's log-probabilities of fixed tokens, in nats
-            per token, weighted by their probability; doubled for a model in 4 or 8 bits. `None` for no limit.
+            Largest mean absolute difference between vLLM's and the trainer's log-probabilities of fixed tokens,
+            weighted by their probability, in nats per token; doubled for a model in 4 or 8 bits. `None`: no limit.
         min_followed (`float`, *optional*, defaults to 0.5):
             Smallest fraction of the trainer's change of these log-probabilities that vLLM must follow.
         max_growth (`float`, *optional*, defaults to 4):

@@ -87,7 +87,8 @@ class WeightCheck:
         """
         Return whether to ask the engine after a transfer. Call this once a transfer.
 
-        It is due after each transfer until [`NUM_HELD`] checks in a row held, then after each [`INTERVAL`]-th one.
+        It is due after each transfer until [`NUM_HELD`] checks in a row found nothing suspicious, then after each
+        [`INTERVAL`]-th one.
         """
         self._num_unchecked += 1
         return self._num_held < NUM_HELD or self._num_unchecked >= INTERVAL
@@ -121,13 +122,15 @@ class WeightCheck:
         finding = None if answer is None else self._compare(trainer, answer)
         found = [each for each in gather_object([finding]) if each is not None]
         fault = next((each.fault for each in found if each.fault), None)
-        if fault is not None:
+        if any(each.fault or each.is_suspect for each in found):
             self._num_held = 0
+        elif found:
+            self._num_held += 1
+        if fault is not None:
             self._report(fault)
         elif found:
             self._warns = True
         shares = [each.share for each in found if not math.isnan(each.share)]
-        self._num_held += bool(shares)
         return {"sampling/server_followed": min(shares)} if shares else {}
 
     def _choose(self, choose: Callable[[int], Sequence]) -> Sequence | None:

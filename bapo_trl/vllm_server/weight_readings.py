@@ -84,6 +84,7 @@ class Finding(NamedTuple):
 
     share: float  # of the trainer's change that the engine followed; NaN while it cannot be determined
     fault: str | None = None  # what is wrong with the engine's weights
+    is_suspect: bool = False  # the engine's answer repeated, or the prefix cache changed it
 
 
 class WeightHistory:
@@ -128,7 +129,7 @@ class WeightHistory:
             )
         else:
             fault = None
-        return Finding(share, fault)
+        return Finding(share, fault, is_suspect=bool(self._repeats or self._num_cached))
 
     def difference(self, now: Reading) -> float:
         """
