@@ -544,13 +544,12 @@ def healthy_weights_table() -> str:
             str(row["alarms"]),
             f"{row['first_difference']:.3f}",
             f"{row['largest_difference']:.3f}",
-            f"{row['largest_growth']:.2f}",
             f"{row['smallest_share']:.2f} to {row['largest_share']:.2f}" if "shares" in row else "-",
         ]
         for row in server_weights("healthy")
     ]
     header = ["model", "training", "transfers", "false alarms", "difference after the first transfer"]
-    return markdown([*header, "largest difference", "largest growth", "change followed"], lines)
+    return markdown([*header, "largest difference", "fraction of the change"], lines)
 
 
 def server_weights(part: str) -> list[dict[str, Any]]:

@@ -125,8 +125,7 @@ def recorded() -> Iterator[list[dict[str, float]]]:
     def recording(self, trainer, answer):
         found = compare(self, trainer, answer)
         now = Reading(trainer, answer.logps)
-        values = {"difference": self.difference(now), "growth": self.growth(now)}
-        seen.append({**values, "share": found.share, "by_cache": answer.by_cache})
+        seen.append({"difference": now.mean(now.rounding), "share": found.share, "by_cache": answer.by_cache})
         return found
 
     with patch.object(WeightHistory, "compare", recording):
@@ -181,7 +180,6 @@ def extremes(seen: list[dict[str, float]]) -> dict[str, float]:
         "checks": len(seen),
         "first_difference": seen[0]["difference"],
         "largest_difference": max(each["difference"] for each in seen),
-        "largest_growth": max(each["growth"] for each in seen),
         "largest_by_cache": max(each["by_cache"] for each in seen),
     }
     if shares:

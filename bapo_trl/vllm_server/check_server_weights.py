@@ -10,12 +10,13 @@ from transformers import TrainerCallback
 from ..batch.log_values import add_values
 from ..errors import InputError
 from ..upstream.trl_compat import get_config_model_id
-from .engines import ServerEngine
+from .engines import ServerEngine, unless_gone
 from .quantized import has_quantized_layers
 from .weight_check import Sequence, WeightCheck, WeightCheckOptions, choose_sequence, make_check
 from .weight_readings import WeightLimits
 
 
+_METHODS = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
 REQUEST_TIMEOUT_S = 600.0  # of the asynchronous trainer's server, which may sample other requests first
 
 
@@ -24,15 +25,14 @@ def check_server_weights(
     on_failure: Literal["raise", "warn"] = "raise",
     *,
     vllm_logp_tolerance: float | None = 0.1,
-    min_followed: float = 0.5,
-    max_growth: float = 4.0,
+    min_followed: float = 0.7,
     cache_tolerance: float = 0.01,
 ) -> None:
     """
     Check in each generation step of a TRL trainer that vLLM samples from the trainer's weights.
 
-    Call this after the trainer is made, on all ranks. Once ten checks held, every tenth transfer is checked. The
-    trainer logs `sampling/server_followed`, see docs/metrics.md.
+    Call this between the trainer's creation and `train()`, on all ranks. After ten checks without a suspicion, every
+    tenth transfer is checked. The trainer logs `sampling/server_followed`, see docs/metrics.md.
 
     Args:
         trainer:
@@ -44,13 +44,12 @@ def check_server_weights(
         vllm_logp_tolerance (`float`, *optional*, defaults to 0.1):
             Largest mean absolute difference between vLLM's and the trainer's log-probabilities of fixed tokens,
             weighted by their probability, in nats per token; doubled for a model in 4 or 8 bits. `None`: no limit.
-        min_followed (`float`, *optional*, defaults to 0.5):
-            Smallest fraction of the trainer's change of these log-probabilities that vLLM must follow.
-        max_growth (`float`, *optional*, defaults to 4):
-            Largest ratio of the difference to the one after the first transfer.
+        min_followed (`float`, *optional*, defaults to 0.7):
+            Smallest fraction of the trainer's change of these log-probabilities that vLLM must follow. `2 -
+            min_followed` is the largest.
         cache_tolerance (`float`, *optional*, defaults to 0.01):
             Largest difference of a log-probability, in nats, between what vLLM's prefix cache holds and a new cache,
-            at three checks in a row.
+            at three checks in a row. The limit is at least four times the largest difference between two new caches.
 
     Raises:
         ValueError: If the trainer does not sample through vLLM, or the model takes images.
@@ -61,19 +60,18 @@ def check_server_weights(
     is_asynchronous = hasattr(trainer, "weight_transfer")
     if not is_asynchronous and not getattr(trainer, "use_vllm", False):
         raise InputError(f"The {type(trainer).__name__} does not sample through vLLM: set `use_vllm=True`.")
-    generates = hasattr(trainer, "vllm_generation") and hasattr(trainer, "_generate_and_score_completions")
-    if not (is_asynchronous or generates):
-        raise InputError(
-            f"The {type(trainer).__name__} has no `vllm_generation`, the interface to vLLM that the check asks: use "
-            "GRPOTrainer, RLOOTrainer or BAPOTrainer of a tested version of TRL."
-        )
+    needs = () if is_asynchronous else ("vllm_generation", *_METHODS)
+    for name in needs:
+        if not hasattr(trainer, name):
+            raise InputError(
+                f"The {type(trainer).__name__} has no `{name}`, which the check needs: use GRPOTrainer, RLOOTrainer, "
+                "BAPOTrainer or a subclass."
+            )
     if getattr(trainer, "_is_vlm", False):
         raise InputError("The check cannot send images to vLLM: use a model without images.")
     if vllm_logp_tolerance is not None:
         vllm_logp_tolerance *= 1 + has_quantized_layers(trainer.model)
-    options = WeightCheckOptions(
-        on_failure, WeightLimits(vllm_logp_tolerance, min_followed, max_growth, cache_tolerance)
-    )
+    options = WeightCheckOptions(on_failure, WeightLimits(vllm_logp_tolerance, min_followed, cache_tolerance))
     if hasattr(trainer, "weight_check_options"):  # of a `BAPOTrainer`, or of an earlier call
         trainer.weight_check_options = options
         return
@@ -92,7 +90,7 @@ class _TransferCheck:
         self._check: WeightCheck | None = None
         self._options: WeightCheckOptions | None = None
 
-    def __call__(self, choose: Callable[[int], Sequence]) -> None:
+    def __call__(self, choose: Callable[[int], Sequence | None]) -> None:
         trainer = self._trainer
         if self._check is None or self._options is not trainer.weight_check_options:
             self._options = trainer.weight_check_options
@@ -123,9 +121,12 @@ class _AfterTransfers(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self._trainer, self._check = trainer, _TransferCheck(trainer, self._make)
+        self._has_begun = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._check(self._sample)
+        if not self._has_begun:  # as the trainer, which sends the weights at its first run only
+            self._has_begun = True
+            self._check(self._sample)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self._trainer.args.weight_sync_steps == 0:
@@ -150,13 +151,15 @@ class _AfterTransfers(TrainerCallback):
         response.raise_for_status()
         return response.json()
 
-    def _sample(self, length: int) -> Sequence:
+    def _sample(self, length: int) -> Sequence | None:
         """Return text that the server samples by itself, which is likely under the policy."""
         start = self._trainer.processing_class.eos_token_id
         body = {"model": self._served_model(), "prompt": [start], "max_tokens": length - 1, "seed": 0}
         extra = {"ignore_eos": True, "return_token_ids": True}
-        (choice,) = self._post("/v1/completions", {**body, **extra})["choices"]
-        ids = [start, *choice["token_ids"]]
+        answer = unless_gone(lambda: self._post("/v1/completions", {**body, **extra}))
+        if answer is None:
+            return None
+        ids = [start, *answer["choices"][0]["token_ids"]]
         return Sequence(ids, [True] * len(ids))
 
 

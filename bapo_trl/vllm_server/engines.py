@@ -3,20 +3,37 @@
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .weight_readings import Answer
 
 
+T = TypeVar("T")
+
 NUM_NEXT = 5  # most probable tokens of which the prefix cache must not change the log-probability
 # At temperature 0, the one token that must be generated does not change the engine's random state
 _SAMPLING = {"max_tokens": 1, "temperature": 0.0, "logprobs": NUM_NEXT}
 
 
+def unless_gone(call: Callable[[], T]) -> T | None:
+    """Return the result of a request; `None` without an answer of the server, which the next generation handles."""
+    try:
+        return call()
+    except OSError as error:
+        if getattr(error, "response", None) is not None:  # the server rejects the request
+            raise
+        return None
+
+
 class Engine(ABC):
-    """An engine, which must be idle or answer requests one by one."""
+    """An engine, which should be idle."""
+
+    is_in_process = False
+
+    def __init__(self) -> None:
+        self._salt = uuid.uuid4().hex  # of the run
 
     @abstractmethod
     def max_length(self) -> int | None:
@@ -28,20 +45,23 @@ class Engine(ABC):
 
     def _ask(self, sequence: list[int], request: Callable[..., Any], of_next: Callable[[Any], Mapping]) -> tuple:
         """
-        Return an answer with the log-probabilities of the prompt, and the change of those of the next token by what
-        the prefix cache had.
+        Return an answer with the log-probabilities of the prompt, and how much those of the next token change by what
+        the prefix cache had, and between two new caches.
 
         Alone in its request, the sequence is computed in the same way each time. A request for a prompt's
-        log-probabilities reads nothing from the cache. With a salt of its own, the cache of a request is new. Both
-        requests that are compared read as many blocks.
+        log-probabilities reads nothing from the cache. A salt has a cache of its own; with the one of the run, only
+        these requests wrote it.
         """
-        salt = uuid.uuid4().hex
-        whole = request(sequence, salt, prompt_logprobs=0)
-        fresh = of_next(request(sequence, salt))
-        request(sequence, None)  # into the cache, where it is not there yet
-        kept = of_next(request(sequence, None))
-        by_cache = max((abs(fresh[each] - kept[each]) for each in fresh.keys() & kept.keys()), default=0.0)
-        return whole, by_cache
+        salts = uuid.uuid4().hex, uuid.uuid4().hex, self._salt
+        whole = request(sequence, salts[0], prompt_logprobs=0)
+        for salt in salts[1:]:
+            request(sequence, salt)  # into the cache, where it is not there yet
+        new, other, kept = (of_next(request(sequence, salt)) for salt in salts)
+        return whole, _largest_change(new, kept), _largest_change(new, other)
+
+
+def _largest_change(first: Mapping[Any, float], second: Mapping[Any, float]) -> float:
+    return max((abs(first[each] - second[each]) for each in first.keys() & second.keys()), default=0.0)
 
 
 class ServerEngine(Engine):
@@ -58,35 +78,37 @@ class ServerEngine(Engine):
     """
 
     def __init__(self, post: Callable[[str, dict], dict], model: Callable[[], str], config: Callable[[], dict]):
+        super().__init__()
         self._post, self._model, self._config = post, model, config
 
     def max_length(self) -> int | None:
-        try:
-            return self._config()["model_config"]["max_model_len"]
-        except OSError:  # the server is gone, which the next generation handles
-            return None
+        config = unless_gone(self._config)
+        return None if config is None else config["model_config"]["max_model_len"]
 
     def answer(self, sequence: list[int]) -> Answer | None:
-        try:
-            whole, by_cache = self._ask(sequence, self._request, lambda choice: choice["logprobs"]["top_logprobs"][0])
-        except OSError as error:
-            if getattr(error, "response", None) is not None:  # the server rejects the request
-                raise
+        asked = unless_gone(
+            lambda: self._ask(sequence, self._request, lambda choice: choice["logprobs"]["top_logprobs"][0])
+        )
+        if asked is None:
             return None
+        whole, *changes = asked
         places = zip(sequence[1:], whole["prompt_logprobs"][1:], strict=True)
         logps = [place[str(token)]["logprob"] for token, place in places]
-        return Answer(torch.tensor(logps, dtype=torch.float64), by_cache)
+        return Answer(torch.tensor(logps, dtype=torch.float64), *changes)
 
-    def _request(self, sequence: list[int], salt: str | None, **extra: int) -> dict:
-        body = {"model": self._model(), "prompt": sequence, "return_tokens_as_token_ids": True, **_SAMPLING, **extra}
-        (choice,) = self._post("/v1/completions", body if salt is None else {**body, "cache_salt": salt})["choices"]
+    def _request(self, sequence: list[int], salt: str, **extra: int) -> dict:
+        body = {"model": self._model(), "prompt": sequence, "cache_salt": salt, "return_tokens_as_token_ids": True}
+        (choice,) = self._post("/v1/completions", {**body, **_SAMPLING, **extra})["choices"]
         return choice
 
 
 class ColocatedEngine(Engine):
     """vLLM's engine in the trainer's process, of a `VLLMGeneration` in colocate mode."""
 
+    is_in_process = True
+
     def __init__(self, generation: Any):
+        super().__init__()
         self._generation = generation
 
     def max_length(self) -> int:
@@ -97,7 +119,8 @@ class ColocatedEngine(Engine):
         if generation.enable_sleep_mode:  # asleep, it has no weights
             generation.sync_weights()
             llm.wake_up(tags=["kv_cache"])
-        whole, by_cache = self._ask(
+        generation.accelerator.wait_for_everyone()  # as TRL does before a generation with LoRA and tensor parallelism
+        whole, *changes = self._ask(
             sequence,
             self._request,
             lambda output: {token: entry.logprob for token, entry in output.outputs[0].logprobs[0].items()},
@@ -106,11 +129,11 @@ class ColocatedEngine(Engine):
             llm.sleep(level=2)
             generation._llm_weights_sleeping = True
         places = zip(sequence[1:], whole.prompt_logprobs[1:], strict=True)
-        return Answer(torch.tensor([place[token].logprob for token, place in places], dtype=torch.float64), by_cache)
+        return Answer(torch.tensor([place[token].logprob for token, place in places], dtype=torch.float64), *changes)
 
-    def _request(self, sequence: list[int], salt: str | None, **extra: int) -> Any:
+    def _request(self, sequence: list[int], salt: str, **extra: int) -> Any:
         from trl.generation.vllm_generation import SamplingParams  # which TRL imports if vLLM is installed
 
-        prompt = {"prompt_token_ids": sequence} | ({} if salt is None else {"cache_salt": salt})
+        prompt = {"prompt_token_ids": sequence, "cache_salt": salt}
         sampling = SamplingParams(**_SAMPLING, **extra)
         return self._generation.llm.generate([prompt], sampling, use_tqdm=False)[0]

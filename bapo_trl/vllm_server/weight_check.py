@@ -19,6 +19,7 @@ from .weight_readings import Answer, Finding, WeightHistory, WeightLimits
 
 
 NUM_SAMPLES, MAX_TOKENS = 8, 512  # of the sequence
+MAX_PROMPT = 16  # tokens of the prompt before a completion
 NUM_HELD, INTERVAL = 10, 10  # checks in a row that held, and then transfers from one check to the next
 
 SERVER_METRICS = ("sampling/server_followed",)
@@ -44,12 +45,20 @@ class Sequence(NamedTuple):
     are_compared: list[bool]  # not those of prompts, which may be unlikely under the policy and round more
 
 
-def choose_sequence(batch: Mapping[str, torch.Tensor], length: int) -> Sequence:
-    """Return some samples of TRL's batch, one after the other from their beginning, with at most `length` tokens."""
-    ids, written = (
-        torch.cat(parts)[:length].tolist() for parts in zip(*sampled_sequences(batch, NUM_SAMPLES), strict=True)
-    )
-    return Sequence(ids, written if any(written[1:]) else [True] * len(ids))
+def choose_sequence(batch: Mapping[str, torch.Tensor], length: int) -> Sequence | None:
+    """
+    Return the beginnings of some completions of TRL's batch, each after the end of its prompt, concatenated.
+
+    At most `length` tokens; `None` without a completion, as where all are truncated and masked.
+    """
+    ids: list[int] = []
+    written: list[bool] = []
+    for sample, is_written in sampled_sequences(batch, NUM_SAMPLES):
+        begin = max(0, len(sample) - int(is_written.sum()) - MAX_PROMPT)
+        part = slice(begin, begin + MAX_TOKENS // NUM_SAMPLES)
+        ids += sample[part].tolist()
+        written += is_written[part].tolist()
+    return Sequence(ids[:length], written[:length]) if any(written[1:length]) else None
 
 
 class WeightCheck:
@@ -93,7 +102,7 @@ class WeightCheck:
         self._num_unchecked += 1
         return self._num_held < NUM_HELD or self._num_unchecked >= INTERVAL
 
-    def ask(self, choose: Callable[[int], Sequence]) -> None:
+    def ask(self, choose: Callable[[int], Sequence | None]) -> None:
         """
         Ask the engine after a transfer. It must be idle.
 
@@ -102,7 +111,8 @@ class WeightCheck:
         if self._sequence is None:
             self._sequence = on_main_process(lambda: self._choose(choose))
         if self._sequence is not None:
-            with raising_on_all_ranks():
+            in_process = self._engine is not None and self._engine.is_in_process  # makes collectives
+            with raising_on_all_ranks(at_once=in_process):
                 self._answer = None if self._engine is None else self._engine.answer(self._sequence.ids)
             self._has_asked, self._num_unchecked = True, 0
 
@@ -133,7 +143,7 @@ class WeightCheck:
         shares = [each.share for each in found if not math.isnan(each.share)]
         return {"sampling/server_followed": min(shares)} if shares else {}
 
-    def _choose(self, choose: Callable[[int], Sequence]) -> Sequence | None:
+    def _choose(self, choose: Callable[[int], Sequence | None]) -> Sequence | None:
         longest = self._engine.max_length() if self._engine is not None else None
         return None if longest is None else choose(min(MAX_TOKENS, longest - 1))  # vLLM must generate one token more
 
@@ -143,8 +153,8 @@ class WeightCheck:
 
     def _report(self, fault: str) -> None:
         message = (
-            f"vLLM {fault}. Check vLLM's log for an error of the weight transfer, and restart it with the model that "
-            "is trained."
+            f"vLLM {fault}. Check vLLM's log for an error of the weight transfer, and restart a server with the model "
+            "that is trained. To continue with a warning: `check_server_weights(trainer, on_failure='warn')`."
         )
         if self._options.on_failure == "raise":
             raise StaleServerError(message)
@@ -178,8 +188,9 @@ def make_check(trainer: Any, options: WeightCheckOptions) -> WeightCheck:
     def compute_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         # After two forward passes in a row that call the head's module, DeepSpeed prefetches its weight, which makes
         # TRL's fused head fail. A forward pass by TRL between them prevents the prefetch
-        first, *rest = ids[0].tolist()
-        score_completions(trainer, [[first]], [rest])
+        if trainer.is_deepspeed_enabled:
+            first, *rest = ids[0].tolist()
+            score_completions(trainer, [[first]], [rest])
         return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
 
     return WeightCheck(trainer.accelerator, engine, options, compute_logits)

@@ -2,8 +2,8 @@
 
 After a weight transfer, engine and trainer compute the log-probabilities of the same tokens. Their changes since an
 earlier reading are compared: an engine with the new weights changes like the trainer, an engine with old weights does
-not, and the difference in arithmetic cancels out. Their difference is compared, too: with the same weights, it is
-rounding, and does not grow.
+not, and the difference in arithmetic cancels out. Each token counts by its probability at the earlier reading, because
+low precision rounds the log-probabilities of unlikely tokens most.
 
 Invariant: the earlier reading is replaced only once the engine has provably loaded new weights. Changes that are too
 small to decide accumulate until they are large enough.
@@ -27,8 +27,7 @@ class WeightLimits:
     """Limits of the check; see [`check_server_weights`]."""
 
     vllm_logp_tolerance: float | None = 0.1
-    min_followed: float = 0.5
-    max_growth: float = 4.0
+    min_followed: float = 0.7
     cache_tolerance: float = 0.01
 
 
@@ -36,7 +35,8 @@ class Answer(NamedTuple):
     """Log-probabilities of an engine, at temperature 1."""
 
     logps: torch.Tensor  # of the `N` tokens of the sequence after the first, `(N,)` in float64 on the CPU
-    by_cache: float = 0.0  # largest change of the next token's log-probabilities by the prefix cache, in nats
+    by_cache: float = 0.0  # largest change of the next token's log-probabilities by what the prefix cache had, in nats
+    by_chance: float = 0.0  # the same between two new caches
 
 
 class Reading(NamedTuple):
@@ -50,20 +50,26 @@ class Reading(NamedTuple):
         """Rounding error of each token, `(N,)` in nats: the difference between the two with the same weights."""
         return (self.server - self.trainer).abs().clamp(min=ROUNDING)
 
+    def mean(self, values: torch.Tensor) -> float:
+        """Return the mean of values of the tokens, `(N,)`, weighted by the trainer's probabilities."""
+        weights = (self.trainer - self.trainer.amax()).exp()
+        return ((weights * values).sum() / weights.sum()).item()
+
 
 def share_followed(before: Reading, now: Reading) -> float:
     """
     Return the fraction of the trainer's change that the server followed.
 
     With `d` the trainer's change of each token's log-probability and `e` the server's, the fraction is
-    `sum(sign(d) * e) / sum(|d|)`: 1 if the server follows, 0 if it does not change. If the mean of `|d|` is 8 times
+    `mean(sign(d) * e) / mean(|d|)`: 1 if the server follows, 0 if it does not change. If the mean of `|d|` is 8 times
     the mean rounding error, which enters twice (before and now), rounding changes the fraction by at most 1/4. For
     smaller changes, the result is NaN. At `before`, the server had the trainer's weights.
     """
     change = now.trainer - before.trainer
-    if not change.abs().mean() >= 8 * before.rounding.mean():
+    size = before.mean(change.abs())
+    if not size >= 8 * before.mean(before.rounding):
         return math.nan
-    return ((change.sign() * (now.server - before.server)).sum() / change.abs().sum()).item()
+    return before.mean(change.sign() * (now.server - before.server)) / size
 
 
 def stands_still(before: Reading, now: Reading) -> bool:
@@ -92,58 +98,48 @@ class WeightHistory:
 
     def __init__(self, limits: WeightLimits):
         self.limits = limits
-        # The first reading; the last one at which the engine had followed; the last one at which its answer had
-        # changed at all, or repeated although the trainer changed; and how often in a row it has repeated
-        self._first: Reading | None = None
+        # The last reading at which the engine had followed; the last one at which its answer had changed at all, or
+        # repeated although the trainer changed; and how often in a row it has repeated
         self._followed: Reading | None = None
         self._moved: Reading | None = None
         self._repeats = 0
         self._num_cached = 0  # answers in a row that the prefix cache changed
+        self._by_chance = 0.0  # the largest so far: an engine may compute a batch in another way each time
 
     def compare(self, trainer: torch.Tensor, answer: Answer) -> Finding:
         """Compare an answer of the engine with the trainer's log-probabilities of the same tokens, `(N,)`."""
-        now, limits = Reading(trainer, answer.logps), self.limits
-        self._first = self._first or now
-        self._num_cached = self._num_cached + 1 if answer.by_cache > limits.cache_tolerance else 0
+        now = Reading(trainer, answer.logps)
         share = self._share(now)
-        difference, growth = self.difference(now), self.growth(now)
-        if share < limits.min_followed:
-            fault = (
+        self._by_chance = max(self._by_chance, answer.by_chance)
+        is_cached = answer.by_cache > max(self.limits.cache_tolerance, 4 * self._by_chance)
+        self._num_cached = self._num_cached + 1 if is_cached else 0
+        is_suspect = bool(self._repeats or self._num_cached)
+        return Finding(share, self._fault(now, share, answer.by_cache), is_suspect)
+
+    def _fault(self, now: Reading, share: float, by_cache: float) -> str | None:
+        tolerance, least = self.limits.vllm_logp_tolerance, self.limits.min_followed
+        if share < least:
+            return (
                 "does not load the trainer's weights: since the last transfer that worked, its log-probabilities of "
-                f"fixed tokens made only {share:.2f} of the trainer's change"
+                f"fixed tokens made only {share:.2f} of the trainer's change (`min_followed` {least:g})"
             )
-        elif limits.vllm_logp_tolerance is not None and not difference <= limits.vllm_logp_tolerance:
-            fault = (
+        if share > 2 - least:
+            return (
+                "loads more than the trainer's change of the weights, as with an adapter that is merged twice: its "
+                f"log-probabilities of fixed tokens made {share:.2f} of the change (`min_followed` {least:g})"
+            )
+        difference = now.mean(now.rounding)
+        if tolerance is not None and not difference <= tolerance:
+            return (
                 "does not have the trainer's weights: its log-probabilities of fixed tokens differ by "
-                f"{difference:.3g} nats on average, and `vllm_logp_tolerance` is {limits.vllm_logp_tolerance:g}"
+                f"{difference:.3g} nats on average (`vllm_logp_tolerance` {tolerance:g})"
             )
-        elif growth > limits.max_growth:
-            fault = (
-                f"loads only a part of the trainer's weights, or late: its log-probabilities of fixed tokens differ "
-                f"by {difference:.3g} nats on average, {growth:.1f} times as much as after the first transfer"
-            )
-        elif self._num_cached >= NUM_REPEATS:
-            fault = (
+        if self._num_cached >= NUM_REPEATS:
+            return (
                 "kept its prefix cache across a transfer: with it, the log-probability of a token differs by "
-                f"{answer.by_cache:.3g} nats from the one with a new cache"
+                f"{by_cache:.3g} nats from the one with a new cache (`cache_tolerance`)"
             )
-        else:
-            fault = None
-        return Finding(share, fault, is_suspect=bool(self._repeats or self._num_cached))
-
-    def difference(self, now: Reading) -> float:
-        """
-        Return the mean absolute difference between engine and trainer, weighted by the tokens' first probabilities.
-
-        Low precision rounds the log-probabilities of unlikely tokens most.
-        """
-        weights = self._first.trainer.exp()
-        return ((weights * now.rounding).sum() / weights.sum()).item()
-
-    def growth(self, now: Reading) -> float:
-        """Return the difference relative to the one at the first reading."""
-        least = 100 * ROUNDING  # below, rounding of float32 varies by more with the weights
-        return self.difference(now) / max(self.difference(self._first), least)
+        return None
 
     def _share(self, now: Reading) -> float:
         self._followed, self._moved = self._followed or now, self._moved or now
@@ -154,6 +150,6 @@ class WeightHistory:
         if self._repeats >= NUM_REPEATS:
             return 0.0
         share = share_followed(self._followed, now)
-        if share >= self.limits.min_followed:
+        if self.limits.min_followed <= share <= 2 - self.limits.min_followed:
             self._followed = now
         return share

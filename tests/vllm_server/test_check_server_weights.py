@@ -43,11 +43,9 @@ EVERY_UPDATE = {  # a generation and a transfer before each
 class Server(FakeVLLM):
     """A server with a prefix cache, which rounds otherwise than the trainer."""
 
-    cached = None
-
     def sync_weights(self):
         super().sync_weights()
-        self.cached = None
+        self.cached = {}  # by salt
 
     def _post(self, url, json):
         answer = super()._post(url, json)
@@ -55,24 +53,27 @@ class Server(FakeVLLM):
         for number, place in enumerate(choice.get("prompt_logprobs", [None])[1:]):
             for entry in place.values():
                 entry["logprob"] += 1e-6 * math.sin(number + 1000 * entry["logprob"])
-        if "cache_salt" not in json:
-            self.cached = choice["logprobs"] = self.cached or choice["logprobs"]
+        choice["logprobs"] = self.cached.setdefault(json["cache_salt"], choice["logprobs"])
         return answer
 
 
 class Deaf(Server):
     """Takes the weights of two transfers."""
 
+    hears_until = 2
+
     def sync_weights(self):
-        if self.num_syncs < 2:
+        if self.num_syncs < self.hears_until:
             super().sync_weights()
-        self.num_syncs += 1
+        else:
+            self.num_syncs += 1
 
 
 class OtherModel(Server):
     """Never takes weights, and had others from the start."""
 
     def sync_weights(self):
+        super().sync_weights()
         self.served.load_state_dict(toy_model(seed=1).state_dict())
 
 
@@ -104,7 +105,7 @@ class MergedTwice(Server):
 
 class KeepsPrefixCache(Server):
     def sync_weights(self):
-        cached = self.cached
+        cached = getattr(self, "cached", {})
         super().sync_weights()
         self.cached = cached
 
@@ -189,9 +190,27 @@ def test_the_server_is_asked_once_a_transfer_and_every_tenth_time_after_ten_chec
     trainer = server_trainer(monkeypatch, tmp_path, trainer_args={"eval_dataset": held_out}, **settings)
     check_server_weights(trainer)
     trainer.train()
-    # 40 generations: the first has nothing to compare with, ten hold, then each tenth
-    assert len(trainer.vllm_generation.requests) == 4 * (1 + 10 + 2)
+    # 40 generations: ten checks, the first of which has nothing to compare with, then each tenth
+    assert len(trainer.vllm_generation.requests) == 6 * (10 + 3)
     assert len(shares(trainer)) == 12
+
+
+def test_a_repeated_answer_is_followed_up_at_the_next_transfer(monkeypatch, tmp_path):
+    class DeafLater(Deaf):
+        hears_until = 13
+
+    trainer = server_trainer(monkeypatch, tmp_path, DeafLater, max_steps=60, learning_rate=1e-6)
+    check_server_weights(trainer)
+    with pytest.raises(StaleServerError):
+        trainer.train()
+    assert trainer.state.global_step < 13 + 2 * 10
+
+
+def test_completions_that_are_all_masked_put_the_check_off(monkeypatch, tmp_path):
+    trainer = server_trainer(monkeypatch, tmp_path, mask_truncated_completions=True, max_completion_length=1)
+    check_server_weights(trainer)
+    trainer.train()
+    assert trainer.vllm_generation.requests == []
 
 
 def test_warnings_come_once_for_each_fault(monkeypatch, tmp_path):
@@ -219,7 +238,7 @@ def test_a_second_call_replaces_the_first(monkeypatch, tmp_path):
     check_server_weights(trainer, min_followed=1.5)
     with pytest.raises(StaleServerError):
         trainer.train()
-    assert len(trainer.vllm_generation.requests) == 4 * 2
+    assert len(trainer.vllm_generation.requests) == 6 * 2
 
 
 def test_a_call_for_a_bapo_trainer_counts_beside_its_setting(monkeypatch, tmp_path):
