@@ -25,7 +25,7 @@ def check_server_weights(
     on_failure: Literal["raise", "warn"] = "raise",
     *,
     vllm_logp_tolerance: float | None = 0.1,
-    min_followed: float = 0.7,
+    min_followed: float = 0.5,
     cache_tolerance: float = 0.01,
 ) -> None:
     """
@@ -44,9 +44,9 @@ def check_server_weights(
         vllm_logp_tolerance (`float`, *optional*, defaults to 0.1):
             Largest mean absolute difference between vLLM's and the trainer's log-probabilities of fixed tokens,
             weighted by their probability, in nats per token; doubled for a model in 4 or 8 bits. `None`: no limit.
-        min_followed (`float`, *optional*, defaults to 0.7):
-            Smallest fraction of the trainer's change of these log-probabilities that vLLM must follow. `2 -
-            min_followed` is the largest.
+        min_followed (`float`, *optional*, defaults to 0.5):
+            Smallest fraction of the trainer's change of these log-probabilities that vLLM must follow, at three checks
+            in a row. `2 - min_followed` is the largest.
         cache_tolerance (`float`, *optional*, defaults to 0.01):
             Largest difference of a log-probability, in nats, between what vLLM's prefix cache holds and a new cache,
             at three checks in a row. The limit is at least four times the largest difference between two new caches.

@@ -13,6 +13,7 @@ from .weight_readings import Answer
 T = TypeVar("T")
 
 NUM_NEXT = 5  # most probable tokens of which the prefix cache must not change the log-probability
+NUM_CHANCES = 10  # answers with a comparison of two new caches
 # At temperature 0, the one token that must be generated does not change the engine's random state
 _SAMPLING = {"max_tokens": 1, "temperature": 0.0, "logprobs": NUM_NEXT}
 
@@ -33,7 +34,7 @@ class Engine(ABC):
     is_in_process = False
 
     def __init__(self) -> None:
-        self._salt = uuid.uuid4().hex  # of the run
+        self._salt, self._num_answers = uuid.uuid4().hex, 0  # of the run
 
     @abstractmethod
     def max_length(self) -> int | None:
@@ -50,14 +51,15 @@ class Engine(ABC):
 
         Alone in its request, the sequence is computed in the same way each time. A request for a prompt's
         log-probabilities reads nothing from the cache. A salt has a cache of its own; with the one of the run, only
-        these requests wrote it.
+        these requests wrote it. Two new caches are compared at the first answers only.
         """
-        salts = uuid.uuid4().hex, uuid.uuid4().hex, self._salt
+        salts = uuid.uuid4().hex, self._salt, *([uuid.uuid4().hex] if self._num_answers < NUM_CHANCES else [])
+        self._num_answers += 1
         whole = request(sequence, salts[0], prompt_logprobs=0)
         for salt in salts[1:]:
             request(sequence, salt)  # into the cache, where it is not there yet
-        new, other, kept = (of_next(request(sequence, salt)) for salt in salts)
-        return whole, _largest_change(new, kept), _largest_change(new, other)
+        new, *others = (of_next(request(sequence, salt)) for salt in salts)
+        return whole, *(_largest_change(new, other) for other in others)
 
 
 def _largest_change(first: Mapping[Any, float], second: Mapping[Any, float]) -> float:

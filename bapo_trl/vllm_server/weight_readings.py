@@ -16,9 +16,7 @@ from typing import NamedTuple
 import torch
 
 
-NUM_REPEATS = (
-    3  # identical answers in a row, while the trainer changes; or answers in a row that the prefix cache changed
-)
+NUM_REPEATS = 3  # checks in a row with the same finding: rounding alone is large now and then
 ROUNDING = 1e-6  # nats, for float32; lower precision shows as a larger difference between engine and trainer
 
 
@@ -27,7 +25,7 @@ class WeightLimits:
     """Limits of the check; see [`check_server_weights`]."""
 
     vllm_logp_tolerance: float | None = 0.1
-    min_followed: float = 0.7
+    min_followed: float = 0.5
     cache_tolerance: float = 0.01
 
 
@@ -103,27 +101,31 @@ class WeightHistory:
         self._followed: Reading | None = None
         self._moved: Reading | None = None
         self._repeats = 0
-        self._num_cached = 0  # answers in a row that the prefix cache changed
+        # Checks in a row at which the engine did not follow, and at which the prefix cache changed its answer
+        self._num_wrong = self._num_cached = 0
         self._by_chance = 0.0  # the largest so far: an engine may compute a batch in another way each time
 
     def compare(self, trainer: torch.Tensor, answer: Answer) -> Finding:
         """Compare an answer of the engine with the trainer's log-probabilities of the same tokens, `(N,)`."""
         now = Reading(trainer, answer.logps)
-        share = self._share(now)
+        share, least = self._share(now), self.limits.min_followed
+        is_wrong = share < least or share > 2 - least
+        self._num_wrong = self._num_wrong + 1 if is_wrong else 0
         self._by_chance = max(self._by_chance, answer.by_chance)
         is_cached = answer.by_cache > max(self.limits.cache_tolerance, 4 * self._by_chance)
         self._num_cached = self._num_cached + 1 if is_cached else 0
-        is_suspect = bool(self._repeats or self._num_cached)
+        is_suspect = bool(self._repeats or self._num_wrong or self._num_cached)
         return Finding(share, self._fault(now, share, answer.by_cache), is_suspect)
 
     def _fault(self, now: Reading, share: float, by_cache: float) -> str | None:
         tolerance, least = self.limits.vllm_logp_tolerance, self.limits.min_followed
-        if share < least:
+        is_wrong = max(self._num_wrong, self._repeats) >= NUM_REPEATS
+        if is_wrong and share < least:
             return (
                 "does not load the trainer's weights: since the last transfer that worked, its log-probabilities of "
                 f"fixed tokens made only {share:.2f} of the trainer's change (`min_followed` {least:g})"
             )
-        if share > 2 - least:
+        if is_wrong and share > 2 - least:
             return (
                 "loads more than the trainer's change of the weights, as with an adapter that is merged twice: its "
                 f"log-probabilities of fixed tokens made {share:.2f} of the change (`min_followed` {least:g})"
