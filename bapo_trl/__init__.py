@@ -3,14 +3,26 @@
 import importlib
 
 
-__all__ = ["BAPOConfig", "BAPOTrainer", "ReportCallback", "StopSignals", "dry_run", "exit_stopped", "speed_up_cpu"]
+__all__ = [
+    "BAPOConfig",
+    "BAPOTrainer",
+    "ReportCallback",
+    "StaleServerError",
+    "StopSignals",
+    "check_server_weights",
+    "dry_run",
+    "exit_stopped",
+    "speed_up_cpu",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "BAPOConfig": "bapo_config",
     "BAPOTrainer": "bapo_trainer",
     "ReportCallback": "report.callback",
+    "StaleServerError": "vllm_server.weight_check",
     "StopSignals": "checkpoints.stop_signals",
+    "check_server_weights": "vllm_server.check_server_weights",
     "dry_run": "script.plan",
     "exit_stopped": "checkpoints.stop_signals",
     "speed_up_cpu": "upstream.cpu_speed",

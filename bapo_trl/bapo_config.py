@@ -167,7 +167,7 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         "generation's samples, in nats per token; doubled for a model in 4 or 8 bits. Training stops if the "
         "difference is larger, because vLLM then does not sample from the trainer's weights. (With settings that bias "
         "the samples, such as `top_p`, the trainer warns once instead.) `None` disables this check, and the check "
-        "that the vLLM server has loaded the latest weights.",
+        "of the vLLM server's weights (`check_server_weights`), whose limit it is, too.",
     )
     vllm_request_timeout: float = setting(
         1500.0,

@@ -108,6 +108,7 @@ class BAPOTrainer(ResumableParts):
         self._known_logps: list[list[float | None]] | None = None  # set from a generation until TRL scores it
         self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
         self.server_retries = None
+        self.weight_check_options = None  # of a call of `check_server_weights`; else by the configuration
         if self.use_vllm:
             send_merged_copies(self)
         if uses_vllm_server(self):

@@ -522,6 +522,42 @@ def async_places() -> list[tuple[str, Finals, Mapping[str, str]]]:
     return places
 
 
+def found_weights_table() -> str:
+    """Return after how many transfers each fault of a server's weights was found, by the setting of the training."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    columns = list(dict.fromkeys(row["setting"] for row in server_weights("faults")))
+    for row in server_weights("faults"):
+        fault = row["fault"] + (f", server in {row['server']}" if "server" in row else "")
+        after = row["found_after"]
+        found[fault][row["setting"]] = f"not in {row['patience']}" if after is None else str(after)
+    lines = [[fault, *(of_fault.get(column, "-") for column in columns)] for fault, of_fault in found.items()]
+    return markdown(["fault", *columns], lines)
+
+
+def healthy_weights_table() -> str:
+    """Return what the check saw in runs without a fault."""
+    lines = [
+        [
+            row["model"],
+            row["setting"] + (f", model in {row['dtype']}" if "dtype" in row else ""),
+            str(row["transfers"]),
+            str(row["alarms"]),
+            f"{row['first_difference']:.3f}",
+            f"{row['largest_difference']:.3f}",
+            f"{row['smallest_share']:.2f} to {row['largest_share']:.2f}" if "shares" in row else "-",
+        ]
+        for row in server_weights("healthy")
+    ]
+    header = ["model", "training", "transfers", "false alarms", "difference after the first transfer"]
+    return markdown([*header, "largest difference", "fraction of the change"], lines)
+
+
+def server_weights(part: str) -> list[dict[str, Any]]:
+    """Return the rows of a part of the benchmark of the server's weights."""
+    rows = json.loads((RESULTS / "server_weights.json").read_text())["results"]
+    return [row for row in rows if row["part"] == part]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "methods": lambda: differences_table(
         "BAPO",
@@ -551,6 +587,8 @@ TABLES: dict[str, Callable[[], str]] = {
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),
     # How far vLLM's weights are from the trainer's policy, by the adapter's training
+    "server_weights_found": found_weights_table,
+    "server_weights_healthy": healthy_weights_table,
     "lora_transfer": lambda: results_table(
         "lora_transfer",
         {"learning rate": number("learning_rate", form="{:g}"), "updates": number("updates", form="{}")}

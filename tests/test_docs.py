@@ -9,7 +9,7 @@ import pytest
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.replay.mixer import REPLAY_METRICS
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
-from bapo_trl.vllm_server.stale_server import SERVER_METRICS
+from bapo_trl.vllm_server.weight_check import SERVER_METRICS
 from benchmarks import pages
 from compat import results
 from tests.docs.blocks import PAGES

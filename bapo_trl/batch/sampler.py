@@ -55,10 +55,15 @@ def behavior_logps(
     return logps
 
 
-def sampled_sequences(batch: Mapping[str, torch.Tensor], most: int) -> list[torch.Tensor]:
-    """Return the token ids, of prompt and completion, of up to `most` samples spread over TRL's batch."""
+def sampled_sequences(batch: Mapping[str, torch.Tensor], most: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """
+    Return up to `most` samples spread over TRL's batch: the token ids of prompt and completion, `(N,)`, and which of
+    them the policy wrote.
+    """
     count = len(batch["prompt_ids"])
-    return [
-        torch.cat([batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")])
-        for row in range(0, count, math.ceil(count / most))
-    ]
+    ids, written, is_there = (
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([torch.zeros_like(batch["prompt_mask"]), policy_mask(batch)], dim=1).bool(),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1).bool(),
+    )
+    return [(ids[row][is_there[row]], written[row][is_there[row]]) for row in range(0, count, math.ceil(count / most))]

@@ -1,24 +1,24 @@
-"""The proof that a vLLM server samples from the trainer's weights as a part of the trainer."""
+"""The check of vLLM's weights as a part of the trainer."""
 
 from functools import partial
 
 from ..batch.injected import InjectedRollouts
-from ..batch.scoring import pad_tokens, score_completions
+from ..batch.scoring import pad_tokens
 from ..parts import Part
 from ..upstream.trl_compat import uses_vllm_server
 from ..upstream.vllm_weights import has_sent_weights, send_weights
-from .stale_server import StaleServerCheck
+from .quantized import has_quantized_layers
+from .weight_check import WeightCheck, WeightCheckOptions, choose_sequence, make_check
+from .weight_readings import WeightLimits
 
 
 class ServerWeights(Part):
-    """Ask the server in each generation step for a check of its weights; see [`StaleServerCheck`]."""
+    """Check vLLM's weights in the generation steps of a `BAPOTrainer`; see [`WeightCheck`]."""
 
     def reset(self, run):
         self._run = run
-        self._check: StaleServerCheck | None = None
-        if uses_vllm_server(run) and not run._is_vlm and run.args.vllm_logp_tolerance is not None:
-            client = run.vllm_generation.vllm_client if run.accelerator.is_main_process else None
-            self._check = StaleServerCheck(run.accelerator, client, partial(score_completions, run))
+        options = run.weight_check_options or self._options()
+        self._check: WeightCheck | None = None if options is None else make_check(run, options)
 
     def refresh(self, rollouts: InjectedRollouts) -> None:
         """Send the weights to the server if it lacks them, and ask it, with overlapped generation."""
@@ -31,12 +31,22 @@ class ServerWeights(Part):
             self._ask(pad_tokens(run, rollouts.prompt_ids, rollouts.token_ids))
 
     def check(self, batch, rollouts):
-        with self._run.phase_clock.phase("weights"):
-            if not self._run.args.overlap_generation:
+        run = self._run
+        if self._check is None:
+            return {}
+        with run.phase_clock.phase("weights"):
+            if not run.args.overlap_generation and self._check.is_due():
                 self._ask(batch)
-            return {} if self._check is None else self._check(self._run.model)
+            return self._check(run.model)
 
     def _ask(self, batch) -> None:
         # A restarted server is expected to lack the weights: it gets them before the next generation
-        if self._check is not None and self._run.server_retries.has_same_server():
-            self._check.ask_server(batch)
+        retries = self._run.server_retries
+        if self._check is not None and (retries is None or retries.has_same_server()):
+            self._check.ask(partial(choose_sequence, batch))
+
+    def _options(self) -> WeightCheckOptions | None:
+        run, tolerance = self._run, self._run.args.vllm_logp_tolerance
+        if tolerance is None or not uses_vllm_server(run) or run._is_vlm:
+            return None
+        return WeightCheckOptions(limits=WeightLimits(tolerance * (1 + has_quantized_layers(run.model))))

@@ -12,11 +12,13 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
-from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl import BAPOConfig, BAPOTrainer, StaleServerError, check_server_weights
 from bapo_trl.tasks import character_tokenizer, load_task
 from bapo_trl.vllm_server.quantized import prepare_quantized
-from bapo_trl_gloo.client import GlooVLLMClient
+from bapo_trl_gloo.client import GlooClient, GlooVLLMClient
 from benchmarks.tiny_model import MODEL_SETTINGS, tiny_model
 from benchmarks.warm_start import warm_start_path
 from tests.e2e.launching import ENGINES, LEARNS, fork, launch, run_ranks, vllm_server
@@ -219,7 +221,34 @@ def test_all_ranks_stop_together_when_the_server_is_stale(tmp_path, server, engi
     assert run_ranks(engine, calling(train_on_a_rank, tmp_path, settings), timeout_s=120).returncode != 0
     errors = [(tmp_path / f"rank-{rank}.error").read_text() for rank in range(2)]
     assert errors[0] == errors[1]
-    assert errors[0].startswith("The vLLM server does not load the trainer's weights")
+    assert errors[0].startswith("vLLM does not load the trainer's weights")
+
+
+def check_trainer_of_trl(out: str, settings: str) -> None:
+    """Train with TRL's trainer and `check_server_weights` over a live server, which may hear of no weights."""
+    settings, task = json.loads(settings), load_task()
+    is_deaf, model = settings.pop("is_deaf"), settings.pop("model")
+    settings = {**CPU, **OVER_SERVER, **LEARNS, "vllm_server_host": "127.0.0.1", "beta": 0.0, **settings}
+    with patch.object(vllm_generation, "VLLMClient", GlooClient):
+        trainer = GRPOTrainer(model, task.reward_func, GRPOConfig(out, **settings), task.train_dataset)
+    check_server_weights(trainer)
+    if is_deaf:
+        trainer.vllm_generation.vllm_client.update_named_params = lambda *args: None
+    try:
+        trainer.train()
+    except StaleServerError as error:
+        Path(out, "error").write_text(str(error))
+    finish(trainer, out)
+
+
+@pytest.mark.parametrize("is_deaf", [False, True], ids=["healthy", "stale"])
+def test_trainers_of_trl_are_checked(tmp_path, server, is_deaf):
+    more = {"max_steps": 6, "steps_per_generation": 1, "learning_rate": 1e-5, "is_deaf": is_deaf}
+    given = settings_for(server, model=str(server.trained), **more)
+    succeeded(run_function(check_trainer_of_trl, tmp_path, given))
+    assert (tmp_path / "error").exists() == is_deaf
+    if not is_deaf:
+        assert_server_followed(read_ranks(tmp_path, 1)[0]["logs"])
 
 
 @pytest.mark.parametrize("config", [None, {"backend": "nccl"}])

@@ -59,11 +59,17 @@ def sampled(model, prompt: list[int], length: int, random, process=lambda logits
 
 
 @torch.no_grad()
-def prompt_logprobs(model, sequence: list[int]) -> dict:
-    """Answer a request for the log-probabilities of a prompt's tokens."""
-    logps = model(torch.tensor([sequence])).logits[0, :-1].float().log_softmax(-1)
-    places = [{str(i): {"logprob": logp[i].item()}} for logp, i in zip(logps, sequence[1:], strict=True)]
-    return {"choices": [{"prompt_logprobs": [None, *places]}]}
+def prompt_logprobs(model, body: dict) -> dict:
+    """Answer a request for the log-probabilities of a prompt's tokens, if asked for them, and of the next token."""
+    sequence = body["prompt"]
+    logps = model(torch.tensor([sequence])).logits[0].float().log_softmax(-1)
+    values, tokens = logps[-1].topk(body["logprobs"])
+    top = {f"token_id:{token}": value for token, value in zip(tokens.tolist(), values.tolist(), strict=True)}
+    choice = {"logprobs": {"top_logprobs": [top]}}
+    if "prompt_logprobs" in body:
+        places = [{str(i): {"logprob": logp[i].item()}} for logp, i in zip(logps, sequence[1:], strict=False)]
+        choice["prompt_logprobs"] = [None, *places]
+    return {"choices": [choice]}
 
 
 # TRL's `VLLMGeneration` in server mode
@@ -71,6 +77,8 @@ def prompt_logprobs(model, sequence: list[int]) -> dict:
 
 class FakeVLLM:
     """Server and TRL's interface to it in one."""
+
+    mode = "server"
 
     def __init__(self, model, accelerator, processing_class, *, structured_outputs_regex=None, **settings):
         self.trained, self.tokenizer = model, processing_class
@@ -142,7 +150,7 @@ class FakeVLLM:
     def _post(self, url, json):
         assert url == "http://fake/v1/completions"
         self.requests.append(json)
-        return prompt_logprobs(self.served, json["prompt"])
+        return prompt_logprobs(self.served, json)
 
 
 def vllm_trainer(monkeypatch, output_dir, server=FakeVLLM, **settings):
@@ -270,8 +278,13 @@ class ModelServer:
 
     @torch.no_grad()
     def complete(self, body: dict) -> dict:
-        if "prompt_logprobs" in body:
-            return prompt_logprobs(self.served, body["prompt"])
+        if "return_token_ids" in body and body.get("ignore_eos"):
+            ids = [body["prompt"]]
+            while len(ids[0]) <= body["max_tokens"]:
+                ids[0].append(self.served(torch.tensor(ids)).logits[0, -1].argmax().item())
+            return {"choices": [{"token_ids": ids[0][1:]}]}
+        if not isinstance(body["prompt"][0], list):
+            return prompt_logprobs(self.served, body)
         choices = {}
         for length in {len(prompt) for prompt in body["prompt"]}:
             places = [i for i, prompt in enumerate(body["prompt"]) if len(prompt) == length]
@@ -369,16 +382,17 @@ def client_of(server: ModelServer | None, on_wait: Callable[[int], None] = lambd
 
 @dataclass
 class SamplingParams:
-    """Those that TRL gives; a request with others is rejected."""
+    """Those that TRL and the check of the weights give; a request with others is rejected."""
 
-    n: int
-    repetition_penalty: float
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
     max_tokens: int
+    temperature: float
     logprobs: int | None
+    n: int = 1
+    repetition_penalty: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         neutral = (self.n, self.repetition_penalty, self.top_p, self.top_k, self.min_p) == (1, 1.0, 1.0, 0, 0.0)
@@ -401,6 +415,7 @@ class CompletionOutput:
 class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class ScriptedLLM:
@@ -458,6 +473,8 @@ class ScriptedLLM:
 
     def generate(self, prompts, sampling_params=None, *, use_tqdm=True) -> list[RequestOutput]:
         assert not self.asleep, f"{self.asleep} asleep"
+        if sampling_params.temperature == 0:
+            return [self._score(prompt["prompt_token_ids"], sampling_params) for prompt in prompts]
         self._note("generate")
         outputs = [
             self._complete(prompt["prompt_token_ids"], sampling_params, row) for row, prompt in enumerate(prompts)
@@ -465,6 +482,15 @@ class ScriptedLLM:
         weights = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         self.requests.append((outputs, weights))
         return outputs
+
+    @torch.no_grad()
+    def _score(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
+        logps = self.model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        top = {
+            token: Logprob(logps[-1, token].item(), 1) for token in logps[-1].topk(params.logprobs).indices.tolist()
+        }
+        places = [{token: Logprob(logp[token].item(), 1)} for token, logp in zip(prompt[1:], logps, strict=False)]
+        return RequestOutput(prompt, [CompletionOutput([], [top])], [None, *places])
 
     def _complete(self, prompt: list[int], params: SamplingParams, row: int) -> RequestOutput:
         # By what is asked alone, so that a resumed run samples what an uninterrupted one does

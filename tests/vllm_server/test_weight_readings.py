@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bapo_trl.vllm_server.stale_server import Reading, share_followed, stands_still
+from bapo_trl.vllm_server.weight_readings import Reading, share_followed, stands_still
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import toy_model, training_logs
@@ -36,7 +36,7 @@ class InFloat32(Hearing):
 
     def _post(self, url, json):
         answer = super()._post(url, json)
-        for number, place in enumerate(answer["choices"][0]["prompt_logprobs"][1:]):
+        for number, place in enumerate(answer["choices"][0].get("prompt_logprobs", [None])[1:]):
             for entry in place.values():
                 entry["logprob"] += 1e-6 * math.sin(number + 1000 * entry["logprob"])
         return answer
@@ -116,7 +116,7 @@ def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path):
 
     checked, modes, random_state = run(0.5)
     unchecked, modes_without, random_state_without = run(None)
-    assert len(checked.vllm_generation.requests) == 4
+    assert len(checked.vllm_generation.requests) == 6 * 4
     assert unchecked.vllm_generation.requests == []
     assert modes == modes_without
     assert torch.equal(random_state, random_state_without)
@@ -131,12 +131,16 @@ def reading(trainer, server):
 
 
 def test_share_by_hand():
-    before = reading([-1.0, -2.0, -3.0], [-1.001, -2.0, -2.998])  # mean rounding 1e-3
+    before = reading([-1.0, -1.0, -1.0], [-1.001, -1.0, -0.998])  # mean rounding 1e-3
     # d = 0.1, -0.2, 0.3 and e = 0.1, -0.1, 0.1: (0.1 + 0.1 + 0.1) / 0.6
-    assert share_followed(before, reading([-0.9, -2.2, -2.7], [-0.901, -2.1, -2.898])) == pytest.approx(0.5)
-    before = reading([-1.0, -2.0], [-1.01, -1.99])  # mean rounding 0.01: a change below 0.08 tells nothing
-    assert math.isnan(share_followed(before, reading([-1.079, -2.079], [-1.01, -1.99])))
-    assert share_followed(before, reading([-1.081, -2.081], [-1.01, -1.99])) == 0
+    assert share_followed(before, reading([-0.9, -1.2, -0.7], [-0.901, -1.1, -0.898])) == pytest.approx(0.5)
+    before = reading([-1.0, -1.0], [-1.01, -0.99])  # mean rounding 0.01: a change below 0.08 tells nothing
+    assert math.isnan(share_followed(before, reading([-1.079, -1.079], [-1.01, -0.99])))
+    assert share_followed(before, reading([-1.081, -1.081], [-1.01, -0.99])) == 0
+    # Probabilities of 0.8 and 0.2: (0.8 * 0.1 + 0.2 * 0) / (0.8 * 0.1 + 0.2 * 0.3)
+    before = reading([math.log(0.8), math.log(0.2)], [math.log(0.8), math.log(0.2)])
+    now = reading([math.log(0.8) + 0.1, math.log(0.2) + 0.3], [math.log(0.8) + 0.1, math.log(0.2)])
+    assert share_followed(before, now) == pytest.approx(0.08 / 0.14)
 
 
 @pytest.mark.parametrize("seed", range(5))
