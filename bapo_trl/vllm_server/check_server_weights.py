@@ -24,7 +24,7 @@ def check_server_weights(
     trainer: Any,
     on_failure: Literal["raise", "warn"] = "raise",
     *,
-    vllm_logp_tolerance: float | None = 0.1,
+    vllm_logp_tolerance: float | None = 0.25,
     min_followed: float = 0.5,
     cache_tolerance: float = 0.01,
 ) -> None:
@@ -41,7 +41,7 @@ def check_server_weights(
         on_failure (`str`, *optional*, defaults to `"raise"`):
             `"raise"` raises the error on all ranks, `"warn"` warns and continues. The next warning comes after a check
             that held.
-        vllm_logp_tolerance (`float`, *optional*, defaults to 0.1):
+        vllm_logp_tolerance (`float`, *optional*, defaults to 0.25):
             Largest mean absolute difference between vLLM's and the trainer's log-probabilities of fixed tokens,
             weighted by their probability, in nats per token; doubled for a model in 4 or 8 bits. `None`: no limit.
         min_followed (`float`, *optional*, defaults to 0.5):

@@ -145,7 +145,7 @@ def shares(trainer) -> list[float]:
 @pytest.mark.parametrize("server", FAULTS)
 def test_wrong_weights_end_the_run(monkeypatch, tmp_path, server, kind):
     trainer = server_trainer(monkeypatch, tmp_path, server, kind, max_steps=20)
-    check_server_weights(trainer)
+    check_server_weights(trainer, vllm_logp_tolerance=0.1)
     with pytest.raises(StaleServerError):
         trainer.train()
 
