@@ -23,7 +23,8 @@ def unless_gone(call: Callable[[], T]) -> T | None:
     try:
         return call()
     except OSError as error:
-        if getattr(error, "response", None) is not None:  # the server rejects the request
+        response = getattr(error, "response", None)
+        if response is not None and response.status_code < 500:  # the server rejects the request
             raise
         return None
 

@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from bapo_trl.vllm_server import client as server_client
 from tests.helpers.alike import assert_same_weights
-from tests.helpers.fake_vllm import PARTIAL, RUN, ModelServer, client_of
+from tests.helpers.fake_vllm import CHECK, PARTIAL, RUN, ModelServer, client_of
 from tests.helpers.faults import state_of
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
@@ -77,9 +77,9 @@ FAULTS = [
     *(
         ({fault[:2]: fault[2]}, {})
         for fault in (
-            ("/v1/completions", 3, "die"),
-            ("/v1/completions", 3, "hang"),
-            ("/v1/completions", 4, "die"),  # the check of the weights
+            ("/v1/completions", 2, "die"),
+            ("/v1/completions", 2, "hang"),
+            (CHECK, 8, "die"),  # the second request after the second transfer
             ("/start_weight_update", 2, "die"),
             ("tensor", NUM_WEIGHTS + 5, "die"),
             ("/update_weights", 3, "hang"),
@@ -90,8 +90,8 @@ FAULTS = [
         )
     ),
     # Several failures of a generation
-    ({("/v1/completions", 3): 500, ("/v1/completions", 4): "die", ("/update_weights", 4): "die"}, {}),
-    ({("/v1/completions", 6): "die"}, {**REPLAY, **PARTIAL}),
+    ({("/v1/completions", 2): 500, ("/v1/completions", 3): "die", ("/update_weights", 4): "die"}, {}),
+    ({("/v1/completions", 5): "die"}, {**REPLAY, **PARTIAL}),
 ]
 
 
@@ -117,8 +117,8 @@ def test_a_transfer_of_an_adapter_that_breaks_off_is_repeated_bit_by_bit(tmp_pat
         assert torch.equal(getattr(getattr(module, "base_layer", module), own), weight), name
 
 
-DIES = ("/v1/completions", 5, "die")
-DIES_IN_A_ROUND = ("/v1/completions", 9, "die")  # several requests a generation
+DIES = ("/v1/completions", 3, "die")
+DIES_IN_A_ROUND = ("/v1/completions", 7, "die")  # several requests a generation
 LOSES_WEIGHTS = ("tensor", 2 * NUM_WEIGHTS + 5, "die")
 HANGS = ("/update_weights", 3, "hang")
 
@@ -157,12 +157,12 @@ def test_a_server_that_stays_away_ends_the_run_which_resumes(tmp_path, undisturb
 @pytest.mark.parametrize(
     ("last", "what", "message", "count"),
     [
-        (3, 400, r"failed during generation: Exception: Request failed: 400.*after update 2", 3),  # it rejects
-        (19, 500, r"failed during generation, after 3 repetitions: HTTPError: status 500", 6),
+        (3, 400, r"failed during generation: Exception: Request failed: 400.*after update 2", 2),  # it rejects
+        (19, 500, r"failed during generation, after 3 repetitions: HTTPError: status 500", 5),
     ],
 )
 def test_a_server_that_refuses_or_fails_each_time_ends_the_run(tmp_path, last, what, message, count):
-    server = ModelServer({("/v1/completions", number): what for number in range(3, last + 1)})
+    server = ModelServer({("/v1/completions", number): what for number in range(2, last + 1)})
     with pytest.raises(RuntimeError, match=message):
         train(tmp_path, server=server)
     assert server.counts["/v1/completions"] == count

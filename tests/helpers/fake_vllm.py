@@ -170,6 +170,9 @@ RUN = {
 PARTIAL = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2}
 
 
+CHECK = "the check of the weights"  # its requests, which are not counted as those of a generation
+
+
 class Broken(Exception):
     """The connection ends here, without an answer."""
 
@@ -254,7 +257,7 @@ class ModelServer:
         return self.faults.pop((path, self.counts[path]), None)
 
     def answer(self, path: str, body: dict | None) -> tuple[int, dict]:
-        fault = self.fault_at(path)
+        fault = self.fault_at(CHECK if body and "cache_salt" in body else path)
         if fault == "die":
             self.stop()
         if fault == "hang":
