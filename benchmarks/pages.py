@@ -586,9 +586,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "tied": lambda: final_table(
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),
-    # How far vLLM's weights are from the trainer's policy, by the adapter's training
     "server_weights_found": found_weights_table,
     "server_weights_healthy": healthy_weights_table,
+    # How far vLLM's weights are from the trainer's policy, by the adapter's training
     "lora_transfer": lambda: results_table(
         "lora_transfer",
         {"learning rate": number("learning_rate", form="{:g}"), "updates": number("updates", form="{}")}

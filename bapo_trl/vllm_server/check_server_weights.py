@@ -40,7 +40,7 @@ def check_server_weights(
             `RLOOTrainer`, `BAPOTrainer` and their subclasses; or TRL's `AsyncGRPOTrainer`.
         on_failure (`str`, *optional*, defaults to `"raise"`):
             `"raise"` raises the error on all ranks, `"warn"` warns and continues. The next warning comes after a check
-            that held.
+            that passed.
         vllm_logp_tolerance (`float`, *optional*, defaults to 0.25):
             Largest mean absolute difference between vLLM's and the trainer's log-probabilities of fixed tokens,
             weighted by their probability, in nats per token; doubled for a model in 4 or 8 bits. `None`: no limit.

@@ -20,7 +20,7 @@ from .weight_readings import Answer, Finding, WeightHistory, WeightLimits
 
 NUM_SAMPLES, MAX_TOKENS = 8, 512  # of the sequence
 MAX_PROMPT = 16  # tokens of the prompt before a completion
-NUM_HELD, INTERVAL = 10, 10  # checks in a row that held, and then transfers from one check to the next
+NUM_PASSED, INTERVAL = 10, 10  # checks in a row that passed, and then transfers from one check to the next
 
 SERVER_METRICS = ("sampling/server_followed",)
 """Metric of the generation steps in which vLLM's weights were checked, defined in docs/metrics.md."""
@@ -89,18 +89,18 @@ class WeightCheck:
         self._has_asked = False  # since the latest comparison; the same on all ranks
         self._answer: Answer | None = None  # of this rank's engine, until it is compared
         self._warns = True  # of the next failure; the same on all ranks
-        # Checks in a row that held, and transfers since the latest check; the same on all ranks
-        self._num_held = self._num_unchecked = 0
+        # Checks in a row that passed, and transfers since the latest check; the same on all ranks
+        self._num_passed = self._num_unchecked = 0
 
     def is_due(self) -> bool:
         """
         Return whether to ask the engine after a transfer. Call this once a transfer.
 
-        It is due after each transfer until [`NUM_HELD`] checks in a row found nothing suspicious, then after each
+        It is due after each transfer until [`NUM_PASSED`] checks in a row found nothing suspicious, then after each
         [`INTERVAL`]-th one.
         """
         self._num_unchecked += 1
-        return self._num_held < NUM_HELD or self._num_unchecked >= INTERVAL
+        return self._num_passed < NUM_PASSED or self._num_unchecked >= INTERVAL
 
     def ask(self, choose: Callable[[int], Sequence | None]) -> None:
         """
@@ -133,9 +133,9 @@ class WeightCheck:
         found = [each for each in gather_object([finding]) if each is not None]
         fault = next((each.fault for each in found if each.fault), None)
         if any(each.fault or each.is_suspect for each in found):
-            self._num_held = 0
+            self._num_passed = 0
         elif found:
-            self._num_held += 1
+            self._num_passed += 1
         if fault is not None:
             self._report(fault)
         elif found:

@@ -72,6 +72,14 @@ def prompt_logprobs(model, body: dict) -> dict:
     return {"choices": [choice]}
 
 
+def round_otherwise(answer: dict) -> dict:
+    """Change a prompt's log-probabilities in an answer as the rounding of another implementation does."""
+    for number, place in enumerate(answer["choices"][0].get("prompt_logprobs", [None])[1:]):
+        for entry in place.values():
+            entry["logprob"] += 1e-6 * math.sin(number + 1000 * entry["logprob"])
+    return answer
+
+
 # TRL's `VLLMGeneration` in server mode
 
 

@@ -18,7 +18,7 @@ from bapo_trl.experimental import AsyncBAPOConfig, AsyncBAPOTrainer
 from bapo_trl.vllm_server import mismatch
 from tests.helpers.asynchronous import NoTransfer, async_trainer, on_cpu, scripted_samples
 from tests.helpers.commands import succeeded
-from tests.helpers.fake_vllm import FakeVLLM, ModelServer, ScriptedLLM, StaleLLM, colocate_trainer
+from tests.helpers.fake_vllm import FakeVLLM, ModelServer, ScriptedLLM, StaleLLM, colocate_trainer, round_otherwise
 from tests.helpers.forked import run_function
 from tests.helpers.toy import toy_model, toy_trainer, training_logs
 
@@ -48,11 +48,8 @@ class Server(FakeVLLM):
         self.cached = {}  # by salt
 
     def _post(self, url, json):
-        answer = super()._post(url, json)
+        answer = round_otherwise(super()._post(url, json))
         (choice,) = answer["choices"]
-        for number, place in enumerate(choice.get("prompt_logprobs", [None])[1:]):
-            for entry in place.values():
-                entry["logprob"] += 1e-6 * math.sin(number + 1000 * entry["logprob"])
         choice["logprobs"] = self.cached.setdefault(json["cache_salt"], choice["logprobs"])
         return answer
 
@@ -183,7 +180,7 @@ def test_an_engine_in_the_process_that_takes_no_weights_ends_the_run(monkeypatch
 # When it asks
 
 
-def test_the_server_is_asked_once_a_transfer_and_every_tenth_time_after_ten_checks_that_held(monkeypatch, tmp_path):
+def test_the_server_is_asked_once_a_transfer_and_every_tenth_time_after_ten_checks_that_passed(monkeypatch, tmp_path):
     settings = {"steps_per_generation": 2, "max_steps": 80, "eval_strategy": "steps", "eval_steps": 1}
     settings |= {"per_device_eval_batch_size": 3, "num_generations": 3}
     held_out = toy_trainer(tmp_path / "other").train_dataset.select(range(1))

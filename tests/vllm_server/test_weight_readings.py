@@ -7,7 +7,7 @@ import torch
 
 from bapo_trl.vllm_server.weight_readings import Reading, share_followed, stands_still
 from tests.helpers.alike import assert_same_weights
-from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
+from tests.helpers.fake_vllm import FakeVLLM, round_otherwise, vllm_trainer
 from tests.helpers.toy import toy_model, training_logs
 
 
@@ -35,11 +35,7 @@ class InFloat32(Hearing):
     """Rounds otherwise than the trainer, as another implementation does."""
 
     def _post(self, url, json):
-        answer = super()._post(url, json)
-        for number, place in enumerate(answer["choices"][0].get("prompt_logprobs", [None])[1:]):
-            for entry in place.values():
-                entry["logprob"] += 1e-6 * math.sin(number + 1000 * entry["logprob"])
-        return answer
+        return round_otherwise(super()._post(url, json))
 
 
 class InBFloat16(Hearing):
