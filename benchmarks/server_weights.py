@@ -201,8 +201,9 @@ def healthy(name: str, model: Path, port: int, setting: str, transfers: int, **m
     return row | extremes(seen)
 
 
-def cost(model: Path, port: int, updates: int = 12) -> dict[str, Any]:
-    """Return the seconds of a step and of a check, each transfer being checked."""
+def cost(model: Path, port: int, later: int = 3) -> dict[str, Any]:
+    """Return the seconds of steps and of their checks, and the ratio, for the first checks and `later` ones."""
+    updates = weight_check.NUM_PASSED + later * weight_check.INTERVAL + 1
     trainer = make_trainer(model, port, updates, **SETTINGS["LoRA, 1e-4"], per_device_train_batch_size=32)
     check_server_weights(trainer)
     spent: list[float] = []
@@ -231,9 +232,15 @@ def cost(model: Path, port: int, updates: int = 12) -> dict[str, Any]:
             stack.enter_context(patch.object(weight_check.WeightCheck, name, method))
         trainer.train()
     # Without the first step, which starts up, and the last one, whose end is not recorded
-    steps = [end - begin for begin, end in itertools.pairwise(begins)][1:]
-    shares = [check / (step - check) for check, step in zip(spent[1:-1], steps, strict=True)]
-    row = {"check_s": spread(spent[1:-1]), "step_s": spread(steps), "of_a_step": spread(shares)}
+    steps = [end - begin - check for (begin, end), check in zip(itertools.pairwise(begins), spent, strict=False)]
+    first, then = slice(1, weight_check.NUM_PASSED), slice(weight_check.NUM_PASSED, len(steps))
+    row = {
+        "step_s": spread(steps[1:]),
+        "first_check_s": spread(spent[first]),
+        "later_check_s": spread(spent[then][weight_check.INTERVAL - 1 :: weight_check.INTERVAL]),
+        "of_a_step_at_first": round(sum(spent[first]) / sum(steps[first]), 4),
+        "of_a_step_later": round(sum(spent[then]) / sum(steps[then]), 4),
+    }
     print(row, flush=True)
     return row
 
