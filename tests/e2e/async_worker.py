@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+from bapo_trl import check_server_weights
 from bapo_trl.experimental import AsyncBAPOConfig, AsyncBAPOTrainer
 from bapo_trl.tasks import load_task
 from bapo_trl_gloo.weight_group import broadcast, join_weight_group, open_weight_store
@@ -103,6 +104,7 @@ def main(out: str, settings: str) -> None:
             model, args=args, train_dataset=data, processing_class=tokenizer, environment_factory=Sum,
             weight_transfer=GlooTransfer(url, port),
         )  # fmt: skip
+        check_server_weights(trainer)
         trainer.train()
     trainer.save_model(str(folder / "final"))
     finish(trainer, folder)

@@ -4,6 +4,7 @@ import json
 import statistics
 from unittest.mock import patch
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tiny_model import MODEL_SETTINGS
@@ -33,6 +34,9 @@ def test_the_reward_rises_while_rollouts_go_on(tmp_path):
         assert_server_has(server.port, AutoModelForCausalLM.from_pretrained(tmp_path / "final"), tokenizer)
     logs = read_ranks(tmp_path, 2, **ENGINES["cpu_ddp"])[0]["logs"]
     assert len(logs) == UPDATES
+    followed = [log["sampling/server_followed"] for log in logs if "sampling/server_followed" in log]
+    assert len(followed) >= 10
+    assert followed == pytest.approx([1] * len(followed), abs=0.02)
     fresh = [log for log in logs if log["sample/staleness_max"] == 0]
     assert fresh
     assert all(abs(log["ratio/max"] - 1) < 1e-4 for log in fresh)
