@@ -51,7 +51,7 @@ def test_generated_pages_are_up_to_date():
 
 
 def test_the_site_names_the_column_of_a_cell_and_keeps_flags_whole():
-    hook = runpy.run_path(str(ROOT / "docs" / "tools" / "notebook_pages.py"))["on_page_content"]
+    hook = runpy.run_path(str(ROOT / "docs" / "tools" / "narrow_pages.py"))["on_page_content"]
     head = "<thead><tr><th>flag</th><th>default</th><th>a <code>b</code></th></tr></thead>"
     cells = "<td><code>--seed 3</code></td><td></td><td>text -- more</td>"
     page = hook(f"<table>{head}<tbody><tr>{cells}</tr></tbody></table>")
