@@ -17,7 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from operator import getitem
 from pathlib import Path
@@ -558,6 +558,12 @@ def server_weights(part: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["part"] == part]
 
 
+def time_final_table(study: str) -> str:
+    baseline, recommendation = time_to_accuracy.planned(study)
+    found = finals(row for row in rows(study) if row.arm in (baseline, recommendation))
+    return final_table({"final accuracy": found}, baseline)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "methods": lambda: differences_table(
         "BAPO",
@@ -643,12 +649,9 @@ TABLES: dict[str, Callable[[], str]] = {
         lambda row: row["oversampling"] > 1,
     ),
     "overlap_accuracy": overlap_accuracy_table,
-    "time_server": lambda: time_to_accuracy.recommendation_table("time_server"),
-    "time_server_final": lambda: final_table(
-        {"final accuracy": finals(row for row in rows("time_server") if row.arm in time_to_accuracy.PLANNED)},
-        time_to_accuracy.PLANNED[0],
-    ),
-    "time_server_methods": lambda: time_to_accuracy.methods_table("time_server"),
+    **{name: partial(time_to_accuracy.recommendation_table, name) for name in time_to_accuracy.STUDIES},
+    **{f"{name}_final": partial(time_final_table, name) for name in time_to_accuracy.STUDIES},
+    **{f"{name}_methods": partial(time_to_accuracy.methods_table, name) for name in time_to_accuracy.STUDIES},
     "async": lambda: long_table("staleness", async_places(), "GRPO"),
     "regime": regime_table,
     "regime_lead": regime_lead_table,

@@ -1,8 +1,8 @@
 """
-Tables and figure of the study of time to accuracy, from the runs in `benchmarks/results/`.
+Tables and figures of the studies of time to accuracy, from the runs in `benchmarks/results/`.
 
     python -m benchmarks.pages          # writes the tables into the page
-    python -m benchmarks.study_figures  # draws docs/time.png
+    python -m benchmarks.study_figures  # draws docs/time.png and benchmarks/reports/time_chat.png
 
 Rules, and what the pilots fixed: `studies/time_chat_pilot.yaml` and `studies/time_server.yaml`.
 """
@@ -11,50 +11,64 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from bapo_trl.compare.figure import curve_over, save_figure
+from bapo_trl.compare.figure import AXES, curve_over, save_figure
 from bapo_trl.compare.results import mean_accuracy
 from bapo_trl.compare.tables import Targets, compare, markdown, relative_costs
 from bapo_trl.compare.target import to_target
 from benchmarks.common import ROOT, rows
 
 
-STUDIES = {"time_server": ("wall", (0.45, 0.5))}
-"""Clock and targets of each study."""
-PLANNED = "TRL, 5e-4", "recommendation"
-"""The baseline, and the method that was compared with it by plan."""
+class Plan(NamedTuple):
+    """What a study measures by plan."""
+
+    clock: str
+    targets: tuple[float, float]
+    baseline: str  # that the recommendation is compared with
+
+
+RECOMMENDATION = "recommendation"
+STUDIES = {
+    "time_server": Plan("wall", (0.45, 0.5), "TRL, 5e-4"),
+    "time_chat": Plan("cpu", (0.348, 0.429), "TRL"),
+}
 
 
 def arms_of(study: str) -> list[str]:
-    """Return the methods in the order of the study's file."""
-    return list(yaml.safe_load((ROOT / f"benchmarks/studies/{study}.yaml").read_text())["arms"])
+    """Return the methods that have runs, in the order of the study's file."""
+    arms = yaml.safe_load((ROOT / f"benchmarks/studies/{study}.yaml").read_text())["arms"]
+    return [arm for arm in arms if any(row.arm == arm for row in rows(study))]
 
 
 def targets_of(study: str, target: float, arms: Sequence[str]) -> Targets:
     """Return what the runs of some methods took to an accuracy, by method and seed."""
-    clock, _ = STUDIES[study]
     found: Targets = {arm: {} for arm in arms}
     for row in rows(study):
         if row.arm in found:
-            found[row.arm][row.seed] = to_target(row.curve, row.costs, target, clock)
+            found[row.arm][row.seed] = to_target(row.curve, row.costs, target, STUDIES[study].clock)
     return found
+
+
+def planned(study: str) -> tuple[str, str]:
+    """Return the baseline and the recommendation."""
+    return STUDIES[study].baseline, RECOMMENDATION
 
 
 def recommendation_table(study: str) -> str:
     """Return TRL's seconds and the recommendation's to each target, by seed, and their ratio with its interval."""
-    baseline, recommendation = PLANNED
-    lines = []
-    for target in STUDIES[study][1]:
-        by_arm = targets_of(study, target, PLANNED)
+    plan = STUDIES[study]
+    unit, lines = AXES[plan.clock], []
+    for target in plan.targets:
+        by_arm = targets_of(study, target, planned(study))
         seconds = [" / ".join(map(_seconds, by_seed.values())) for by_seed in by_arm.values()]
-        ratios = [relative_costs(by_arm, baseline, name)[recommendation] for name in ("seconds", "tokens")]
-        lines.append([f"{target:.2f}", *seconds, *ratios])
-    header = [f"seconds, {baseline} (seeds)", f"seconds, {recommendation}", "ratio of seconds", "ratio of tokens"]
-    return markdown(["accuracy", *header], lines)
+        ratios = [relative_costs(by_arm, plan.baseline, name)[RECOMMENDATION] for name in ("seconds", "tokens")]
+        lines.append([f"{target:g}", *seconds, *ratios])
+    header = [f"{unit}, {plan.baseline} (seeds)", f"{unit}, {RECOMMENDATION}"]
+    return markdown(["accuracy", *header, f"ratio of {unit}", "ratio of tokens"], lines)
 
 
 def methods_table(study: str) -> str:
@@ -62,13 +76,14 @@ def methods_table(study: str) -> str:
     Return a line for each method: how many runs reached each target, seconds and tokens to it relative to TRL's, what
     a whole run took, the mean accuracy while the shortest run lasted, and the final accuracy.
     """
-    clock, targets = STUDIES[study]
-    curves = {(row.arm, row.seed): curve_over(row, clock) for row in rows(study)}
+    plan = STUDIES[study]
+    unit = AXES[plan.clock]
+    curves = {(row.arm, row.seed): curve_over(row, plan.clock) for row in rows(study)}
     shortest = min(curve[-1][0] for curve in curves.values())
     lines = {arm: [arm] for arm in arms_of(study)}
-    for target in targets:
+    for target in plan.targets:
         by_arm = targets_of(study, target, list(lines))
-        seconds, tokens = (relative_costs(by_arm, PLANNED[0], name, False) for name in ("seconds", "tokens"))
+        seconds, tokens = (relative_costs(by_arm, plan.baseline, name, False) for name in ("seconds", "tokens"))
         for arm, line in lines.items():
             reached = [each["reached"] for each in by_arm[arm].values()]
             line += [f"{sum(reached)} of {len(reached)}", seconds.get(arm, "-"), tokens.get(arm, "-")]
@@ -78,8 +93,8 @@ def methods_table(study: str) -> str:
         early = fmean(mean_until(curve, shortest) for curve in of_arm)
         final = fmean(row.final for row in rows(study) if row.arm == arm)
         line += [f"{whole:.0f}", f"{early:.3f}", f"{final:.3f}"]
-    header = [part for target in targets for part in (f"reached {target:.2f}", "seconds", "tokens")]
-    header += ["seconds of a run", f"mean accuracy of the first {shortest:.0f} seconds", "final accuracy"]
+    header = [part for target in plan.targets for part in (f"reached {target:g}", unit, "tokens")]
+    header += [f"{unit} of a run", f"mean accuracy of the first {shortest:.0f} {unit}", "final accuracy"]
     return markdown(["method", *header], lines.values())
 
 
@@ -89,17 +104,11 @@ def mean_until(curve: Sequence[tuple[float, float]], end: float) -> float:
     return mean_accuracy([*(point for point in curve if point[0] < end), (end, float(np.interp(end, places, values)))])
 
 
-def draw_courses(path: Path) -> None:
-    """Draw the accuracy of TRL's trainer and of the parts of the recommendation over time."""
-    arms = {
-        PLANNED[0]: "GRPOTrainer",
-        "GRPO, 1": "ours, 1 update per generation",
-        "VESPO, 16": "VESPO, 16 updates per generation",
-        PLANNED[1]: "and overlap, 2 passes, vLLM's logps",
-    }
-    runs = [replace(row, arm=arms[row.arm]) for row in rows("time_server") if row.arm in arms]
+def draw_courses(study: str, arms: Mapping[str, str], path: Path) -> None:
+    """Draw the accuracy of some methods over time, each under its name in the figure."""
+    runs = [replace(row, arm=arms[row.arm]) for row in rows(study) if row.arm in arms]
     first, *_ = arms.values()
-    save_figure(compare(runs, list(arms.values()), first), path, STUDIES["time_server"][0])
+    save_figure(compare(runs, list(arms.values()), first), path, STUDIES[study].clock)
 
 
 def _seconds(found: Mapping[str, Any]) -> str:
