@@ -70,9 +70,9 @@ SIZES = {
         warm_start={},
         sharded_flags={},
         timed_start_steps=5,
-        timed_every=5,
+        timed_every=16,
         timed_flags={
-            "max_steps": 20, "per_device_train_batch_size": 64, "per_device_eval_batch_size": 256,
+            "max_steps": 64, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 256,
             "max_completion_length": 32, "max_eval_samples": 256,
         },
     ),

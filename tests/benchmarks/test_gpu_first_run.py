@@ -192,11 +192,13 @@ def test_the_time_to_an_accuracy_is_that_of_seeds_that_both_reached():
 
 def test_the_settings_of_time_are_accepted_at_the_full_size(tmp_path, monkeypatch):
     monkeypatch.setattr(to_accuracy.importlib.util, "find_spec", lambda name: True)
+    updates = {}
     for run in to_accuracy.make_study(ON_GPU, tmp_path).runs()[:2]:
         flags = {**run.flags, "use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
         settings = parse_arguments([*as_arguments(flags), "--output_dir", str(tmp_path / "run")], TRAIN)
         assert settings.training.vllm_mode == "colocate"
-        assert settings.training.steps_per_generation == 1
+        updates[run.arm] = settings.training.steps_per_generation
+    assert updates == {"TRL": 1, "recommendation": 16}
 
 
 def test_a_training_of_one_process_resumes_exactly_and_tells_the_pause_of_a_save(monkeypatch):
