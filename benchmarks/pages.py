@@ -564,6 +564,12 @@ def time_final_table(study: str) -> str:
     return final_table({"final accuracy": found}, baseline)
 
 
+def time_longer_table() -> str:
+    plan = time_to_accuracy.STUDIES["time_server"]
+    found = time_to_accuracy.at_equal_time("time_server_longer", plan)
+    return final_table({"accuracy when TRL's run ends": found}, plan.baseline)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "methods": lambda: differences_table(
         "BAPO",
@@ -652,6 +658,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(time_to_accuracy.recommendation_table, name) for name in time_to_accuracy.STUDIES},
     **{f"{name}_final": partial(time_final_table, name) for name in time_to_accuracy.STUDIES},
     **{f"{name}_methods": partial(time_to_accuracy.methods_table, name) for name in time_to_accuracy.STUDIES},
+    "time_server_longer": time_longer_table,
     "async": lambda: long_table("staleness", async_places(), "GRPO"),
     "regime": regime_table,
     "regime_lead": regime_lead_table,

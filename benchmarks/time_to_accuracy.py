@@ -2,7 +2,7 @@
 Tables and figures of the studies of time to accuracy, from the runs in `benchmarks/results/`.
 
     python -m benchmarks.pages          # writes the tables into the page
-    python -m benchmarks.study_figures  # draws docs/time.png and benchmarks/reports/time_chat.png
+    python -m benchmarks.study_figures  # draws docs/time.png, and time_*.png into benchmarks/reports/
 
 Rules, and what the pilots fixed: `studies/time_chat_pilot.yaml` and `studies/time_server.yaml`.
 """
@@ -98,17 +98,27 @@ def methods_table(study: str) -> str:
     return markdown(["method", *header], lines.values())
 
 
+def at_equal_time(study: str, plan: Plan) -> dict[str, dict[int, float]]:
+    """Return the accuracy of the baseline and of the recommendation, by seed, when the baseline's run ends."""
+    curves = {(row.arm, row.seed): curve_over(row, plan.clock) for row in rows(study)}
+    ends = {seed: curve[-1][0] for (arm, seed), curve in curves.items() if arm == plan.baseline}
+    return {
+        arm: {seed: float(np.interp(end, *zip(*curves[arm, seed], strict=True))) for seed, end in ends.items()}
+        for arm in (plan.baseline, RECOMMENDATION)
+    }
+
+
 def mean_until(curve: Sequence[tuple[float, float]], end: float) -> float:
     """Return the mean of the line through the points of a curve, from its first point to `end`, at most its last."""
     places, values = zip(*curve, strict=True)
     return mean_accuracy([*(point for point in curve if point[0] < end), (end, float(np.interp(end, places, values)))])
 
 
-def draw_courses(study: str, arms: Mapping[str, str], path: Path) -> None:
+def draw_courses(study: str, clock: str, arms: Mapping[str, str], path: Path) -> None:
     """Draw the accuracy of some methods over time, each under its name in the figure."""
     runs = [replace(row, arm=arms[row.arm]) for row in rows(study) if row.arm in arms]
     first, *_ = arms.values()
-    save_figure(compare(runs, list(arms.values()), first), path, STUDIES[study].clock)
+    save_figure(compare(runs, list(arms.values()), first), path, clock)
 
 
 def _seconds(found: Mapping[str, Any]) -> str:
