@@ -71,7 +71,7 @@ def check_server_weights(
         raise InputError("The check cannot send images to vLLM: use a model without images.")
     if vllm_logp_tolerance is not None:
         vllm_logp_tolerance *= 1 + has_quantized_layers(trainer.model)
-    options = WeightCheckOptions(on_failure, WeightLimits(vllm_logp_tolerance, min_followed, cache_tolerance))
+    options = WeightCheckOptions(WeightLimits(vllm_logp_tolerance, min_followed, cache_tolerance), on_failure)
     if hasattr(trainer, "weight_check_options"):  # of a `BAPOTrainer`, or of an earlier call
         trainer.weight_check_options = options
         return

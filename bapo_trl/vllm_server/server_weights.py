@@ -49,4 +49,4 @@ class ServerWeights(Part):
         run, tolerance = self._run, self._run.args.vllm_logp_tolerance
         if tolerance is None or not uses_vllm_server(run) or run._is_vlm:
             return None
-        return WeightCheckOptions(limits=WeightLimits(tolerance * (1 + has_quantized_layers(run.model))))
+        return WeightCheckOptions(WeightLimits(tolerance * (1 + has_quantized_layers(run.model))))

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,8 +34,8 @@ class StaleServerError(RuntimeError):
 class WeightCheckOptions:
     """Arguments of [`check_server_weights`]."""
 
+    limits: WeightLimits
     on_failure: Literal["raise", "warn"] = "raise"
-    limits: WeightLimits = field(default_factory=WeightLimits)
 
 
 class Sequence(NamedTuple):

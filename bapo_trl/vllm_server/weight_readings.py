@@ -24,7 +24,7 @@ ROUNDING = 1e-6  # nats, for float32; lower precision shows as a larger differen
 class WeightLimits:
     """Limits of the check; see [`check_server_weights`]."""
 
-    vllm_logp_tolerance: float | None = 0.25
+    vllm_logp_tolerance: float | None
     min_followed: float = 0.5
     cache_tolerance: float = 0.01
 
