@@ -559,15 +559,14 @@ def server_weights(part: str) -> list[dict[str, Any]]:
 
 
 def time_final_table(study: str) -> str:
-    baseline, recommendation = time_to_accuracy.planned(study)
-    found = finals(row for row in rows(study) if row.arm in (baseline, recommendation))
-    return final_table({"final accuracy": found}, baseline)
+    plan = time_to_accuracy.STUDIES[study]
+    found = finals(row for row in rows(study) if row.arm in plan.arms)
+    return final_table({"final accuracy": found}, plan.baseline)
 
 
-def time_longer_table() -> str:
-    plan = time_to_accuracy.STUDIES["time_server"]
-    found = time_to_accuracy.at_equal_time("time_server_longer", plan)
-    return final_table({"accuracy when TRL's run ends": found}, plan.baseline)
+def equal_time_table(study: str) -> str:
+    found = time_to_accuracy.at_equal_time(study)
+    return final_table({"accuracy when TRL's run ends": found}, time_to_accuracy.STUDIES[study].baseline)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -658,7 +657,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(time_to_accuracy.recommendation_table, name) for name in time_to_accuracy.STUDIES},
     **{f"{name}_final": partial(time_final_table, name) for name in time_to_accuracy.STUDIES},
     **{f"{name}_methods": partial(time_to_accuracy.methods_table, name) for name in time_to_accuracy.STUDIES},
-    "time_server_longer": time_longer_table,
+    "time_server_equal": partial(equal_time_table, "time_server_longer"),
     "async": lambda: long_table("staleness", async_places(), "GRPO"),
     "regime": regime_table,
     "regime_lead": regime_lead_table,

@@ -93,9 +93,9 @@ def main() -> None:
     draw_differences(chat_settings(), ROOT / "docs" / "chat_study.png")
     draw_methods(ROOT / "benchmarks" / "reports" / "methods_study.png")
     draw_contributions(complete(rows("regime")), ROOT / "docs" / "regime_study.png")
-    draw_courses("time_server_longer", "wall", AT_EQUAL_TIME, ROOT / "docs" / "time.png")
-    draw_courses("time_server", "wall", OVER_A_SERVER, ROOT / "benchmarks" / "reports" / "time_server.png")
-    draw_courses("time_chat", "cpu", OF_THE_CHAT_MODEL, ROOT / "benchmarks" / "reports" / "time_chat.png")
+    draw_courses("time_server_longer", AT_EQUAL_TIME, ROOT / "docs" / "time.png")
+    draw_courses("time_server", OVER_A_SERVER, ROOT / "benchmarks" / "reports" / "time_server.png")
+    draw_courses("time_chat", OF_THE_CHAT_MODEL, ROOT / "benchmarks" / "reports" / "time_chat.png")
 
 
 if __name__ == "__main__":

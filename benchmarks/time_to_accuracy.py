@@ -23,6 +23,9 @@ from bapo_trl.compare.target import to_target
 from benchmarks.common import ROOT, rows
 
 
+RECOMMENDATION = "recommendation"
+
+
 class Plan(NamedTuple):
     """What a study measures by plan."""
 
@@ -30,10 +33,16 @@ class Plan(NamedTuple):
     targets: tuple[float, float]
     baseline: str  # that the recommendation is compared with
 
+    @property
+    def arms(self) -> tuple[str, str]:
+        """Methods of the comparison."""
+        return self.baseline, RECOMMENDATION
 
-RECOMMENDATION = "recommendation"
+
+SERVER = Plan("wall", (0.45, 0.5), "TRL, 5e-4")
 STUDIES = {
-    "time_server": Plan("wall", (0.45, 0.5), "TRL, 5e-4"),
+    "time_server": SERVER,
+    "time_server_longer": SERVER,
     "time_chat": Plan("cpu", (0.348, 0.429), "TRL"),
 }
 
@@ -53,17 +62,12 @@ def targets_of(study: str, target: float, arms: Sequence[str]) -> Targets:
     return found
 
 
-def planned(study: str) -> tuple[str, str]:
-    """Return the baseline and the recommendation."""
-    return STUDIES[study].baseline, RECOMMENDATION
-
-
 def recommendation_table(study: str) -> str:
     """Return TRL's seconds and the recommendation's to each target, by seed, and their ratio with its interval."""
     plan = STUDIES[study]
     unit, lines = AXES[plan.clock], []
     for target in plan.targets:
-        by_arm = targets_of(study, target, planned(study))
+        by_arm = targets_of(study, target, plan.arms)
         seconds = [" / ".join(map(_seconds, by_seed.values())) for by_seed in by_arm.values()]
         ratios = [relative_costs(by_arm, plan.baseline, name)[RECOMMENDATION] for name in ("seconds", "tokens")]
         lines.append([f"{target:g}", *seconds, *ratios])
@@ -98,13 +102,14 @@ def methods_table(study: str) -> str:
     return markdown(["method", *header], lines.values())
 
 
-def at_equal_time(study: str, plan: Plan) -> dict[str, dict[int, float]]:
+def at_equal_time(study: str) -> dict[str, dict[int, float]]:
     """Return the accuracy of the baseline and of the recommendation, by seed, when the baseline's run ends."""
+    plan = STUDIES[study]
     curves = {(row.arm, row.seed): curve_over(row, plan.clock) for row in rows(study)}
     ends = {seed: curve[-1][0] for (arm, seed), curve in curves.items() if arm == plan.baseline}
     return {
         arm: {seed: float(np.interp(end, *zip(*curves[arm, seed], strict=True))) for seed, end in ends.items()}
-        for arm in (plan.baseline, RECOMMENDATION)
+        for arm in plan.arms
     }
 
 
@@ -114,11 +119,11 @@ def mean_until(curve: Sequence[tuple[float, float]], end: float) -> float:
     return mean_accuracy([*(point for point in curve if point[0] < end), (end, float(np.interp(end, places, values)))])
 
 
-def draw_courses(study: str, clock: str, arms: Mapping[str, str], path: Path) -> None:
+def draw_courses(study: str, arms: Mapping[str, str], path: Path) -> None:
     """Draw the accuracy of some methods over time, each under its name in the figure."""
     runs = [replace(row, arm=arms[row.arm]) for row in rows(study) if row.arm in arms]
     first, *_ = arms.values()
-    save_figure(compare(runs, list(arms.values()), first), path, clock)
+    save_figure(compare(runs, list(arms.values()), first), path, STUDIES[study].clock)
 
 
 def _seconds(found: Mapping[str, Any]) -> str:

@@ -1,8 +1,11 @@
 """The tables of the study of time to accuracy, on runs of which the answer is known."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from benchmarks.time_to_accuracy import mean_until
+from benchmarks import time_to_accuracy
+from benchmarks.time_to_accuracy import at_equal_time, mean_until
 
 
 @pytest.mark.parametrize(
@@ -12,3 +15,20 @@ from benchmarks.time_to_accuracy import mean_until
 def test_the_mean_of_a_curve_up_to_a_time(end, mean):
     curve = [(0.0, 0.1), (10.0, 0.3), (20.0, 0.6), (30.0, 0.3)]
     assert mean_until(curve, end) == pytest.approx(mean)
+
+
+def test_the_accuracies_after_equal_time_are_those_when_the_baseline_ends(monkeypatch):
+    def run(arm, seed, seconds, accuracies):
+        curve = list(enumerate(accuracies))
+        return SimpleNamespace(arm=arm, seed=seed, curve=curve, costs=[{"wall": each} for each in seconds])
+
+    runs = [
+        run("TRL, 5e-4", 0, [0, 30], [0.1, 0.5]),
+        run("TRL, 5e-4", 1, [0, 60], [0.2, 0.4]),
+        run("another method", 0, [0, 90], [0.1, 0.9]),
+        run("recommendation", 0, [0, 20, 40], [0.1, 0.4, 0.8]),  # half of the way from 0.4 to 0.8 after 30 seconds
+        run("recommendation", 1, [0, 20, 40], [0.2, 0.3, 0.7]),  # ends before TRL's
+    ]
+    monkeypatch.setattr(time_to_accuracy, "rows", lambda study: runs)
+    found = at_equal_time("time_server_longer")
+    assert found == {"TRL, 5e-4": {0: 0.5, 1: 0.4}, "recommendation": {0: pytest.approx(0.6), 1: 0.7}}
