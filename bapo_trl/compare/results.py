@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import InputError
 from ..report.health import examine
 from ..report.runs import Logs
+from ..report.times import seconds_of
 from .study import Run
 from .target import to_target
 
@@ -33,6 +34,8 @@ class Row:
     curve: list[tuple[int, float]] = field(default_factory=list)  # (update, accuracy) from the start to the end
     # Up to each measurement of the curve: `wall` and `cpu` seconds of the training, and generated `tokens`
     costs: list[dict[str, float | None]] = field(default_factory=list)
+    # Seconds of each phase of the training, `time/*` in the logs; without evaluations and saves
+    phases: dict[str, float] = field(default_factory=dict)
     # `seconds`, `tokens`, `updates` until the study's target accuracy, and whether it was `reached`: see `to_target`
     to_target: dict[str, Any] | None = None
     mean_accuracy: float | None = None  # mean accuracy over training; `None` if not measured between start and end
@@ -85,6 +88,7 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         run.seed,
         run.settings,
         costs=[_cost_at(step, logs, rows) for step, _ in curve],
+        phases={name: round(value, 1) for name, value in seconds_of(Logs(logs)).items()},
         final=results[f"eval_{avg}"],
         pass_at_k=results.get(f"eval_{best}"),
         curve=[(step, round(accuracy, 4)) for step, accuracy in curve],

@@ -18,11 +18,11 @@ def update(step, grad_norm, entropy, low, high, share, **values):
 
 
 LOGS = [
-    update(1, 2.0, 0.5, 0.6, 1.2, 0.4, **{"completions/mean_length": 10.0, "reward": 0.1}),
+    update(1, 2.0, 0.5, 0.6, 1.2, 0.4, **{"completions/mean_length": 10.0, "reward": 0.1, "time/scoring": 1.5}),
     update(2, 4.0, 0.4, 0.9, 3.0, None, **{"clock/wall_s": 5.0, "clock/cpu_s": 4.0}),  # no negative token, say
     {"step": 2, "eval_avg@2": 0.6, "eval_reward": 0.6},
     update(3, 20.0, 0.3, 0.9, 3.0, 0.5, **{"completions/mean_length": 12.0, "reward": 0.2}),
-    update(4, float("nan"), 0.2, 0.9, 2.0, 0.6),
+    update(4, float("nan"), 0.2, 0.9, 2.0, 0.6, **{"time/scoring": 0.25}),
     {"step": 4, "eval_avg@2": 0.52, "eval_reward": 0.5},
     {"step": 4, "train_runtime": 3.0},
 ]
@@ -54,6 +54,7 @@ def test_a_row_has_the_values_for_the_tables(tmp_path):
             {"wall": 5.0, "cpu": 4.0, "tokens": 320},
             {"wall": 5.0, "cpu": 4.0, "tokens": 704},
         ],
+        phases={"scoring": 1.8},
         mean_accuracy=0.45,  # (0.1 + 0.6) / 2 over 2 updates, (0.6 + 0.5) / 2 over 2
         max_drawdown=0.1,
         gradient_peak=5.0,  # 20 over the median of 2, 4, 20
