@@ -1,5 +1,7 @@
 """Server side of the weight transfer over gloo. Import it only in the workers of a vLLM server."""
 
+from collections.abc import Iterator
+
 import torch
 from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
@@ -18,10 +20,13 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         self.model_update_group = join_weight_group(store, rank, init_info.world_size)
 
     def receive_weights(self, update_info) -> None:
+        self.model.load_weights(self._receive(update_info))
+
+    def _receive(self, update_info) -> Iterator[tuple[str, torch.Tensor]]:
         for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
             weight = torch.empty(shape, dtype=getattr(torch, dtype))
             broadcast(self.model_update_group, weight)
-            self.model.load_weights([(name, weight)])
+            yield name, weight
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
