@@ -639,6 +639,8 @@ TABLES: dict[str, Callable[[], str]] = {
         "overlap",
         {
             **{name: number(name, "median", form="{:.2f} s") for name in ("generation", "training")},
+            "generation with overlap": number("generation_overlapped", "median", form="{:.2f} s"),
+            "between two requests": number("between_requests", "median", form="{:.2f} s"),
             "speed-up": quartiles("speedup"),
             "time of a generation step over the longer of the two": quartiles("over_longer"),
         },
