@@ -659,6 +659,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(time_to_accuracy.recommendation_table, name) for name in time_to_accuracy.STUDIES},
     **{f"{name}_final": partial(time_final_table, name) for name in time_to_accuracy.STUDIES},
     **{f"{name}_methods": partial(time_to_accuracy.methods_table, name) for name in time_to_accuracy.STUDIES},
+    "time_recipe_phases": partial(time_to_accuracy.phases_table, "time_recipe"),
     "time_server_equal": partial(equal_time_table, "time_server_longer"),
     "async": lambda: long_table("staleness", async_places(), "GRPO"),
     "regime": regime_table,

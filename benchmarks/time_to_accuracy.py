@@ -30,8 +30,8 @@ class Plan(NamedTuple):
     """What a study measures by plan."""
 
     clock: str
-    targets: tuple[float, float]
-    baseline: str  # that the recommendation is compared with
+    targets: tuple[float, ...]
+    baseline: str  # that the others are compared with
 
     @property
     def arms(self) -> tuple[str, str]:
@@ -44,6 +44,7 @@ STUDIES = {
     "time_server": SERVER,
     "time_server_longer": SERVER,
     "time_chat": Plan("cpu", (0.348, 0.429), "TRL"),
+    "time_recipe": Plan("cpu", (0.5,), "recipe"),
 }
 
 
@@ -100,6 +101,21 @@ def methods_table(study: str) -> str:
     header = [part for target in plan.targets for part in (f"reached {target:g}", unit, "tokens")]
     header += [f"{unit} of a run", f"mean accuracy of the first {shortest:.0f} {unit}", "final accuracy"]
     return markdown(["method", *header], lines.values())
+
+
+def phases_table(study: str) -> str:
+    """Return a line for each method: seconds to the target, their ratio to the baseline's, and seconds by phase."""
+    plan = STUDIES[study]
+    unit, (target,) = AXES[plan.clock], plan.targets
+    by_arm = targets_of(study, target, arms_of(study))
+    ratios, phases = relative_costs(by_arm, plan.baseline, "seconds"), ("generation", "scoring", "training")
+    lines = []
+    for arm, by_seed in by_arm.items():
+        of_arm = [row.phases for row in rows(study) if row.arm == arm]
+        seconds = [f"{fmean(each[name] for each in of_arm):.0f}" for name in phases]
+        lines.append([arm, " / ".join(map(_seconds, by_seed.values())), ratios.get(arm, "-"), *seconds])
+    header = ["method", f"{unit} to {target:g} (seeds)", "ratio", *(f"seconds of {name}" for name in phases)]
+    return markdown(header, lines)
 
 
 def at_equal_time(study: str) -> dict[str, dict[int, float]]:
