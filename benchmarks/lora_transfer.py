@@ -4,11 +4,11 @@ Measure how far vLLM's policy is from the trainer's with LoRA on bfloat16 weight
     python -m benchmarks.lora_transfer
     python -m benchmarks.lora_transfer --in_4_bits
 
-Adapters are trained on `chat_sums` (settings of `recipes/smollm2_sums.yaml`) at two learning rates and read at several
-updates. On samples of the trainer's policy (adapter not merged), log-probabilities of the sampled tokens are compared
-with those of the base model, of peft's merge (round to nearest), and of the weights that `bapo_trl` sends: computed in
-float32, and in bfloat16 on both sides, as over vLLM. One thread. With `--in_4_bits`, the base weights are nf4: the
-trainer's policy is compared with that of full weights in bfloat16, computed in bfloat16.
+Adapters are trained on `chat_sums` (settings of `recipes/smollm2_sums.yaml`, 4 updates per generation) at two learning
+rates and read at several updates. On samples of the trainer's policy (adapter not merged), log-probabilities of the
+sampled tokens are compared with those of the base model, of peft's merge (round to nearest), and of the weights that
+`bapo_trl` sends: computed in float32, and in bfloat16 on both sides, as over vLLM. One thread. With `--in_4_bits`, the
+base weights are nf4: the trainer's policy is compared with that of full weights in bfloat16, computed in bfloat16.
 """
 
 import argparse

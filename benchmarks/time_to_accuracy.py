@@ -40,12 +40,13 @@ class Plan(NamedTuple):
 
 
 SERVER = Plan("wall", (0.45, 0.5), "TRL, 5e-4")
-STUDIES = {
+AGAINST_TRL = {
     "time_server": SERVER,
     "time_server_longer": SERVER,
     "time_chat": Plan("cpu", (0.348, 0.429), "TRL"),
-    "time_recipe": Plan("cpu", (0.5,), "recipe"),
 }
+RECIPE, RECIPE_BASELINES = "time_recipe", ("TRL", "recipe")
+STUDIES = {**AGAINST_TRL, RECIPE: Plan("cpu", (0.5,), "TRL")}
 
 
 def arms_of(study: str) -> list[str]:
@@ -103,19 +104,20 @@ def methods_table(study: str) -> str:
     return markdown(["method", *header], lines.values())
 
 
-def phases_table(study: str) -> str:
-    """Return a line for each method: seconds to the target, their ratio to the baseline's, and seconds by phase."""
-    plan = STUDIES[study]
-    unit, (target,) = AXES[plan.clock], plan.targets
+def phases_table(study: str = RECIPE) -> str:
+    """Return a line for each method: cost of the target, its ratios to that of two methods, and a run's phases."""
+    unit, (target,) = AXES[STUDIES[study].clock], STUDIES[study].targets
     by_arm = targets_of(study, target, arms_of(study))
-    ratios, phases = relative_costs(by_arm, plan.baseline, "seconds"), ("generation", "scoring", "training")
-    lines = []
+    ratios = [relative_costs(by_arm, baseline, "seconds") for baseline in RECIPE_BASELINES]
+    phases, lines = ("generation", "scoring", "training"), []
     for arm, by_seed in by_arm.items():
         of_arm = [row.phases for row in rows(study) if row.arm == arm]
         seconds = [f"{fmean(each[name] for each in of_arm):.0f}" for name in phases]
-        lines.append([arm, " / ".join(map(_seconds, by_seed.values())), ratios.get(arm, "-"), *seconds])
-    header = ["method", f"{unit} to {target:g} (seeds)", "ratio", *(f"seconds of {name}" for name in phases)]
-    return markdown(header, lines)
+        lines.append(
+            [arm, " / ".join(map(_seconds, by_seed.values())), *(of.get(arm, "-") for of in ratios), *seconds]
+        )
+    header = [f"{unit} to {target:g} (seeds)", *(f"ratio to {baseline}" for baseline in RECIPE_BASELINES)]
+    return markdown(["method", *header, *(f"wall seconds of {name}" for name in phases)], lines)
 
 
 def at_equal_time(study: str) -> dict[str, dict[int, float]]:

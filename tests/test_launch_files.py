@@ -26,7 +26,7 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_parses_and_trains_off_policy_if_it_trains(recipe):
+def test_every_recipe_is_ready_to_train_or_evaluate(recipe):
     # Without a GPU, bf16 is rejected: that is for the machine to say, not for the recipe.
     flags = [] if torch.cuda.is_available() else ["--use_cpu", "true", "--bf16", "false"]
     script_args, training_args, model_args, _ = parse_arguments(["--config", str(recipe), *flags])
@@ -39,7 +39,7 @@ def test_every_recipe_parses_and_trains_off_policy_if_it_trains(recipe):
     assert script_args.dataset_name
     assert script_args.reward_funcs or script_args.dataset_name in (EMBEDDED, "chat_sums")
     assert model_args.model_name_or_path
-    assert not training_args.is_always_on_policy
+    assert training_args.is_always_on_policy == (recipe.stem == "smollm2_sums")  # without a server, on a CPU
     assert not model_args.use_peft or model_args.lora_dropout == 0  # it would be noise on every importance ratio
 
 

@@ -21,7 +21,8 @@ def staleness_line(args: Any) -> str:
     updates = updates_per_generation(args)
     kind = "On-policy" if staleness == 0 else "Off-policy"
     limit = "no staleness limit" if staleness is None else f"max staleness {staleness}"
-    return f"{kind}: {updates:g} update{'s' * (updates != 1)} per generation ({limit}{sources})."
+    effect = ", so clip bounds have no effect" if staleness == 0 and args.has_clip_bounds else ""
+    return f"{kind}: {updates:g} update{'s' * (updates != 1)} per generation ({limit}{sources}){effect}."
 
 
 def mean_staleness(args: Any) -> float:

@@ -34,7 +34,7 @@ class Row:
     curve: list[tuple[int, float]] = field(default_factory=list)  # (update, accuracy) from the start to the end
     # Up to each measurement of the curve: `wall` and `cpu` seconds of the training, and generated `tokens`
     costs: list[dict[str, float | None]] = field(default_factory=list)
-    # Seconds of each phase of the training, `time/*` in the logs; without evaluations and saves
+    # Wall seconds of each phase of the training, `time/*` in the logs; without evaluations and saves
     phases: dict[str, float] = field(default_factory=dict)
     # `seconds`, `tokens`, `updates` until the study's target accuracy, and whether it was `reached`: see `to_target`
     to_target: dict[str, Any] | None = None

@@ -36,13 +36,6 @@ def setting_warnings(config: Any, of_model: Mapping[str, Any] | None = None) -> 
             f"`delta` is {config.delta}, below `ratio_upper_max`, which is {config.ratio_upper_max}: `delta` caps all "
             f"ratios, so the upper clip bound is at most {config.delta}."
         )
-    if config.is_always_on_policy and config.has_clip_bounds and config.negative_weight_min == 1:
-        messages.append(
-            "All samples are trained on-policy: the importance ratio is always 1 and no clip bound has any effect. To "
-            f"train off-policy, raise `num_iterations` ({config.num_iterations}), or set `steps_per_generation` "
-            f"({config.steps_per_generation}) to a larger multiple of `gradient_accumulation_steps` "
-            f"({config.gradient_accumulation_steps})."
-        )
     saves_samples = (config.uses_replay or config.uses_partial_rollouts) and not config.save_only_model
     if saves_samples and config.push_to_hub and config.hub_strategy in _WITH_CHECKPOINTS:
         messages.append(

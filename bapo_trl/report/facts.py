@@ -11,9 +11,9 @@ def facts_of(args: Any) -> dict[str, Any]:
     """
     ends = {"bapo/clip_low": args.bound_grid.lower, "bapo/clip_high": args.bound_grid.upper}
     limits = {metric: round(bounds[-1].item(), 9) for metric, bounds in ends.items() if len(bounds) > 1}
-    starts = [round(bounds[0].item(), 9) for bounds in ends.values()] if limits else None
     if args.is_always_on_policy:
-        limits = {}  # the search has no effect
+        limits = {}  # the search has no effect, as the run says at its start
+    starts = [round(bounds[0].item(), 9) for bounds in ends.values()] if limits else None
     searches_weight = args.negative_weight_min < 1 and not args.has_constant_weight
     has_stale_samples = args.largest_staleness > 0 or args.uses_partial_rollouts
     return {

@@ -44,7 +44,7 @@ def qlora(setup: Setup) -> dict[str, Case]:
 
 
 def _train(setup: Setup, name: str, uses_vllm: bool, in_4_bits: bool) -> dict:
-    """Train by the recipe `smollm2_sums`, and return the rewards and the generation speed."""
+    """Train by the recipe `smollm2_sums`, 4 updates per generation; return the rewards and the generation speed."""
     recipe = yaml.safe_load((ROOT / "recipes" / "smollm2_sums.yaml").read_text())
     own = {
         key: value
@@ -52,7 +52,7 @@ def _train(setup: Setup, name: str, uses_vllm: bool, in_4_bits: bool) -> dict:
         if key not in SCRIPT_ONLY and not key.startswith(("lora_", "save_")) and "eval" not in key
     }
     here = {"use_cpu": not setup.on_gpu, "bf16": setup.on_gpu, "dataloader_pin_memory": setup.on_gpu}
-    here |= {"num_iterations": 1, "logging_steps": 1, "max_steps": setup.sizes.chat_updates}
+    here |= {"steps_per_generation": 4, "num_iterations": 1, "logging_steps": 1, "max_steps": setup.sizes.chat_updates}
     here |= {"model_init_kwargs": {"dtype": "bfloat16" if setup.on_gpu else "float32"}}
     settings = settings_for(setup, 32, 16, **{**own, **here, **(over_vllm(0.15) if uses_vllm else {})})
     task, compute = load_chat_sums(setup.seed), torch.bfloat16 if setup.on_gpu else torch.float32

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import time_to_accuracy
-from benchmarks.time_to_accuracy import at_equal_time, mean_until
+from benchmarks.time_to_accuracy import at_equal_time, mean_until, phases_table
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,23 @@ def test_the_accuracies_after_equal_time_are_those_when_the_baseline_ends(monkey
     monkeypatch.setattr(time_to_accuracy, "rows", lambda study: runs)
     found = at_equal_time("time_server_longer")
     assert found == {"TRL, 5e-4": {0: 0.5, 1: 0.4}, "recommendation": {0: pytest.approx(0.6), 1: 0.7}}
+
+
+def test_what_took_the_time_of_a_method(monkeypatch):
+    def run(arm, seed, cpu, **phases):
+        costs = [{"wall": None, "cpu": each, "tokens": 1} for each in cpu]
+        return SimpleNamespace(
+            arm=arm, seed=seed, curve=[(0, 0.0), (4, 0.6), (8, 0.6)], costs=costs, phases={"weights": 9.0, **phases}
+        )
+
+    runs = [
+        run("recipe", 0, [0, 60, 120], generation=10, scoring=20, training=30),
+        run("TRL", 0, [0, 120, 240], generation=40, scoring=0, training=60),
+        run("recipe", 1, [0, 120, 240], generation=20, scoring=20, training=50),
+        run("TRL", 1, [0, 240, 480], generation=40, scoring=0, training=80),
+    ]
+    monkeypatch.setattr(time_to_accuracy, "rows", lambda study: runs)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in phases_table().splitlines()]
+    # An accuracy of 0.5 at five sixths of the first 4 updates
+    assert lines[2] == ["recipe", "50 / 100", "0.50 (0.50 to 0.50)", "-", "15", "20", "40"]
+    assert lines[3] == ["TRL", "100 / 200", "-", "2.00 (2.00 to 2.00)", "40", "0", "70"]

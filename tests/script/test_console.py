@@ -73,6 +73,10 @@ REPLAYS = {"replay_fraction": 0.25}
         ({"steps_per_generation": 10}, "Off-policy: 5 updates per generation (max staleness 4)."),
         (
             {"steps_per_generation": 1, "gradient_accumulation_steps": 1},
+            "On-policy: 1 update per generation (max staleness 0), so clip bounds have no effect.",
+        ),
+        (
+            {"steps_per_generation": 2, "loss_type": "vespo"},
             "On-policy: 1 update per generation (max staleness 0).",
         ),
         (REPLAYS, "Off-policy: 2 updates per generation (no staleness limit, with replay buffer)."),

@@ -23,10 +23,7 @@ from tests.helpers.forked import run_function
 from tests.helpers.toy import toy_model, toy_trainer, training_logs
 
 
-pytestmark = [
-    pytest.mark.trainings,
-    pytest.mark.filterwarnings("ignore:.*no clip bound has any effect"),
-]
+pytestmark = pytest.mark.trainings
 
 TRAINERS = {
     "GRPO": (GRPOTrainer, GRPOConfig),

@@ -85,7 +85,6 @@ class Wrong(Sampler):
     error = 0.2
 
 
-@pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
 def test_a_comparison_with_the_sampler_leaves_an_on_policy_run_with_ratios_of_one(tmp_path):
     """Dropout makes any other pass another one."""
     args = {"num_iterations": 1, "steps_per_generation": 2, "vllm_logp_tolerance": None}
@@ -96,7 +95,6 @@ def test_a_comparison_with_the_sampler_leaves_an_on_policy_run_with_ratios_of_on
         assert log["ratio/max"] == log["ratio/min"] == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
 @pytest.mark.parametrize("steps_per_generation", [4, 2])  # the second is on-policy: TRL leaves old log-probs out
 def test_the_sampler_is_compared_at_every_generation(tmp_path, steps_per_generation):
     args = {"num_iterations": 1, "steps_per_generation": steps_per_generation}
@@ -164,7 +162,7 @@ def rollouts(prompts, trainer):
 
 
 @pytest.mark.trainings
-@pytest.mark.filterwarnings("ignore:.*no clip bound has any effect", "ignore:You are using 'rollout_func'")
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 @pytest.mark.parametrize("is_on_policy", [False, True])
 def test_a_rollout_function_without_vllm_trains_as_under_grpo(tmp_path, is_on_policy):
     settings = {"steps_per_generation": 2, "num_iterations": 1} if is_on_policy else {}

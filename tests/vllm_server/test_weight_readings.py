@@ -16,8 +16,6 @@ EVERY_UPDATE = {  # a generation and a transfer before each
     "num_iterations": 1, "lr_scheduler_type": "constant", "vllm_logp_tolerance": 0.5,
 }  # fmt: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
-
 
 class Hearing(FakeVLLM):
     """Takes the weights of some transfers, and none after them."""
