@@ -22,7 +22,7 @@ from benchmarks.time_to_accuracy import draw_courses
 
 METHODS = ("GRPO", "clip-higher", "BAPO")
 # Methods of the studies of time, and what they are called in the figure
-AT_EQUAL_TIME = {"TRL, 5e-4": "GRPOTrainer, 64 updates", "recommendation": "our fastest set-up, 192 updates"}
+AT_EQUAL_TIME = {"TRL, 5e-4": "GRPOTrainer, 64 updates", "recommendation": "our set-up, 192 updates"}
 OVER_A_SERVER = {
     "TRL, 5e-4": "GRPOTrainer",
     "GRPO, 1": "ours, 1 update per generation",

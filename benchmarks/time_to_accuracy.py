@@ -104,14 +104,15 @@ def methods_table(study: str) -> str:
     return markdown(["method", *header], lines.values())
 
 
-def phases_table(study: str = RECIPE) -> str:
-    """Return a line for each method: cost of the target, its ratios to that of two methods, and a run's phases."""
-    unit, (target,) = AXES[STUDIES[study].clock], STUDIES[study].targets
-    by_arm = targets_of(study, target, arms_of(study))
+def phases_table() -> str:
+    """Return the recipe study's methods: cost of the target, its ratios to that of two methods, and a run's phases."""
+    plan = STUDIES[RECIPE]
+    unit, (target,) = AXES[plan.clock], plan.targets
+    by_arm = targets_of(RECIPE, target, arms_of(RECIPE))
     ratios = [relative_costs(by_arm, baseline, "seconds") for baseline in RECIPE_BASELINES]
     phases, lines = ("generation", "scoring", "training"), []
     for arm, by_seed in by_arm.items():
-        of_arm = [row.phases for row in rows(study) if row.arm == arm]
+        of_arm = [row.phases for row in rows(RECIPE) if row.arm == arm]
         seconds = [f"{fmean(each[name] for each in of_arm):.0f}" for name in phases]
         lines.append(
             [arm, " / ".join(map(_seconds, by_seed.values())), *(of.get(arm, "-") for of in ratios), *seconds]

@@ -65,6 +65,7 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
     results = json.loads((folder / "eval_results.json").read_text())
     facts = json.loads((folder / "run_settings.json").read_text()).get("facts", {})
     avg, best = (f"{kind}@{run.flags['num_generations_eval']}" for kind in ("avg", "pass"))
+    of_updates = Logs(logs)
     updates = [log for log in logs if "bapo/positive_share_initial" in log or "grad_norm" in log]
     last = max(log["step"] for log in updates)
     curve = [(0, results[f"before_{avg}"])] if f"before_{avg}" in results else []
@@ -88,7 +89,7 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         run.seed,
         run.settings,
         costs=[_cost_at(step, logs, rows) for step, _ in curve],
-        phases={name: round(value, 1) for name, value in seconds_of(Logs(logs)).items()},
+        phases={name: round(value, 1) for name, value in seconds_of(of_updates).items()},
         final=results[f"eval_{avg}"],
         pass_at_k=results.get(f"eval_{best}"),
         curve=[(step, round(accuracy, 4)) for step, accuracy in curve],
@@ -102,7 +103,7 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         seconds=round(seconds, 1),
         method=facts.get("method"),
         errors={name: results[key] for name, key in errors.items() if key in results},
-        warnings={found.name: found.sentence for found in examine(Logs(logs), facts) if found.severity == "warning"},
+        warnings={found.name: found.sentence for found in examine(of_updates, facts) if found.severity == "warning"},
     )
     return with_target(row, run)
 

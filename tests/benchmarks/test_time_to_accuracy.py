@@ -17,10 +17,14 @@ def test_the_mean_of_a_curve_up_to_a_time(end, mean):
     assert mean_until(curve, end) == pytest.approx(mean)
 
 
+def made_run(arm, seed, curve, clock, seconds, **phases):
+    costs = [{clock: each, "tokens": 1} for each in seconds]
+    return SimpleNamespace(arm=arm, seed=seed, curve=curve, costs=costs, phases=phases)
+
+
 def test_the_accuracies_after_equal_time_are_those_when_the_baseline_ends(monkeypatch):
     def run(arm, seed, seconds, accuracies):
-        curve = list(enumerate(accuracies))
-        return SimpleNamespace(arm=arm, seed=seed, curve=curve, costs=[{"wall": each} for each in seconds])
+        return made_run(arm, seed, list(enumerate(accuracies)), "wall", seconds)
 
     runs = [
         run("TRL, 5e-4", 0, [0, 30], [0.1, 0.5]),
@@ -35,11 +39,8 @@ def test_the_accuracies_after_equal_time_are_those_when_the_baseline_ends(monkey
 
 
 def test_what_took_the_time_of_a_method(monkeypatch):
-    def run(arm, seed, cpu, **phases):
-        costs = [{"wall": None, "cpu": each, "tokens": 1} for each in cpu]
-        return SimpleNamespace(
-            arm=arm, seed=seed, curve=[(0, 0.0), (4, 0.6), (8, 0.6)], costs=costs, phases={"weights": 9.0, **phases}
-        )
+    def run(arm, seed, seconds, **phases):
+        return made_run(arm, seed, [(0, 0.0), (4, 0.6), (8, 0.6)], "cpu", seconds, weights=9.0, **phases)
 
     runs = [
         run("recipe", 0, [0, 60, 120], generation=10, scoring=20, training=30),
